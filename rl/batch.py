@@ -2,23 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
 
 from sparrow_sglang.rl.advantages import Advantages
-from sparrow_sglang.rl.types import Group, Rollout, SamplingMask
+from sparrow_sglang.rl.types import Group, Rollout
 
-TokenSequence = tuple[Sequence[int], ...]
-"""Prompt and response token ids, at least one of each; with several turns, given and sampled token
-ids alternate. A segment (`Batch.segments`) has two parts only: the tokens that were prefilled, and
-those that were decoded."""
-
-
-def sampled_tokens(sequence: TokenSequence) -> int:
-    """How many of the sequence's tokens are sampled ones."""
-    return sum(len(part) for part in sequence[1::2])
+TokenSequence = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt and its response, or of what was prefilled and what was then decoded; at
+least one of each."""
 
 
 def evenly(number: int, count: int) -> list[int]:
@@ -28,7 +21,7 @@ def evenly(number: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Responses of S rollouts, concatenated, with N sampled tokens in all.
+    """Responses of S rollouts, concatenated, with N tokens in all.
 
     `rollout_logprobs` [N] fp32 come from the sparse actor, `advantages` [N] fp32 repeat the
     advantage of a response for each of its tokens, `group` [S] int64 is the index of each rollout's
@@ -68,17 +61,8 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Sampled tokens of each rollout."""
+        """Response tokens of each rollout."""
         return [len(rollout.logprobs) for rollout in self.rollouts]
-
-    def sampling_mask(self, tokens: torch.Tensor) -> SamplingMask | None:
-        """What the sampled tokens with these indices were drawn from; None without truncation."""
-        whole = self._sampling_mask
-        return None if whole is None else whole.at(tokens.numpy())
-
-    @cached_property
-    def _sampling_mask(self) -> SamplingMask | None:
-        return SamplingMask.joined(rollout.sampling_mask for rollout in self.rollouts)
 
     def masking_truncated(self) -> "Batch":
         """The same batch, with responses that were cut at the length limit left out of the loss."""
@@ -134,4 +118,5 @@ class Batch:
         """Sequences of the rollouts `chosen` [S] bool, and the indices of their tokens in the
         batch."""
         tokens = chosen.repeat_interleave(torch.tensor(self.lengths)).nonzero().flatten()
-        return [self.rollouts[i].parts for i in chosen.nonzero().flatten().tolist()], tokens
+        rollouts = [self.rollouts[i] for i in chosen.nonzero().flatten().tolist()]
+        return [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts], tokens

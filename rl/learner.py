@@ -18,7 +18,7 @@ from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.provenance import device_name
 from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import choose_scale
-from sparrow_sglang.rl.batch import Batch, sampled_tokens
+from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors
@@ -122,9 +122,7 @@ class Learner:
         sequences, tokens = batch.part(wanted)
         scored = Scored(torch.empty(count), torch.empty(count))
         if sequences:
-            parts = self.policy.score_with_entropy(
-                sequences, settings.rollout.temperature, mask=batch.sampling_mask(tokens)
-            )
+            parts = self.policy.score_with_entropy(sequences, settings.rollout.temperature)
             scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)
         return scored
 
@@ -168,7 +166,7 @@ class Learner:
         rows: list[dict[str, float]] = []
         skipped = 0
         for sequences, tokens in batch.mini_batches(settings.mini_batches):
-            lengths = [sampled_tokens(sequence) for sequence in sequences]
+            lengths = [len(response) for _, response in sequences]
             shares = token_shares(settings.aggregation, lengths, _most_tokens(config))
             kept = None if reference is None else reference[tokens]
             advantages, entropies = batch.advantages[tokens], None
@@ -179,9 +177,7 @@ class Learner:
             else:
                 dense = scored.logprobs[tokens]
                 loss = MiniBatchLoss(dense, advantages, weights[tokens], settings, shares, kept)
-            result = policy.loss_step(
-                sequences, loss, temperature, entropies, batch.sampling_mask(tokens)
-            )
+            result = policy.loss_step(sequences, loss, temperature, entropies)
             if entropies is not None:
                 scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
                 scored.entropies[tokens] = entropies

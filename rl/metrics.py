@@ -182,7 +182,7 @@ def kv_metrics(
 
 
 def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean cost of continuing responses, after a tool or a change of weights.
+    """Mean cost of continuing responses after a change of weights.
 
     For requests after a response's first one: context tokens that came out of the prefix cache, and
     context tokens that were prefilled. Empty if there is no such request.
@@ -196,7 +196,6 @@ def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         return {}
     cached, prefilled = np.mean(later, axis=0)
     return {
-        "sparrow/turns": float(np.mean([len(rollout.turns) for rollout in rollouts])),
         "sparrow/continued_cached_tokens": float(cached),
         "sparrow/continued_prefilled_tokens": float(prefilled),
     }

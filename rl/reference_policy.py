@@ -28,8 +28,7 @@ class ReferencePolicy:
         sequences, tokens = batch.part(batch.in_loss)
         if sequences:
             with self._in_place():
-                mask = batch.sampling_mask(tokens)
-                result[tokens] = torch.cat(self._policy.score(sequences, temperature, mask=mask))
+                result[tokens] = torch.cat(self._policy.score(sequences, temperature))
         return result
 
     @contextmanager

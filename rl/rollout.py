@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.rl.turns import Environment
-from sparrow_sglang.rl.types import ABORTED, Prompt, Rollout, SamplingMask, Segment
+from sparrow_sglang.rl.types import ABORTED, Prompt, Rollout, Segment
 
 
 class RolloutError(SparrowError, RuntimeError):
@@ -29,7 +28,7 @@ class Sampling:
 
     Log-probs are recorded at `temperature`; 0 is greedy. `dense` reads all of the KV cache whatever
     the engine's schedule says: evaluation, of which nothing is learnt. `adapter` names a loaded
-    LoRA adapter. `environment` answers the model's turns in tasks with several turns.
+    LoRA adapter. `top_p` and `top_k` are for evaluation: SGLang records log-probs over all tokens.
     An engine that finishes no response for `timeout_s` counts as dead.
     """
 
@@ -39,14 +38,7 @@ class Sampling:
     adapter: str | None = None
     top_p: float = 1.0
     top_k: int = -1
-    environment: Environment | None = None
     timeout_s: float = 7200.0
-
-    @property
-    def keeps_mask(self) -> bool:
-        """Whether responses carry a `SamplingMask`, over which log-probs are normalised: those that
-        are truncated and trained on."""
-        return not self.dense and (self.top_p < 1 or self.top_k > 0)
 
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
@@ -100,8 +92,6 @@ def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True
         "sampling_params": parameters,
         "return_logprob": True,
     }
-    if sampling.keeps_mask:
-        request["return_sampling_mask"] = True
     return request | ({"lora_path": sampling.adapter} if sampling.adapter else {})
 
 
@@ -116,15 +106,15 @@ def continued(
 ) -> Rollout:
     """`rollout` with what SGLang answered to its `sample_request`.
 
-    `decode` gives the text of a turn that took several requests. If requests were `stopped`, the
-    response may be aborted.
+    `decode` gives the text of a response that took several requests. If requests were `stopped`,
+    the response may be aborted.
 
     Raises:
         RolloutError: the response was aborted, came from other weights than `weight_version`, or is
             shorter or longer than its finish reason says.
     """
     meta = answer["meta_info"]
-    recorded = _recorded(meta, sampling.keeps_mask)
+    recorded = [(value, token) for value, token, *_ in meta.get("output_token_logprobs") or []]
     finish = meta["finish_reason"] or {"type": "none"}
     before = len(rollout.response_ids)
     if not stopped or finish["type"] != ABORTED:
@@ -140,9 +130,8 @@ def continued(
         )
     if problem:
         raise RolloutError(f"rollout {rollout.prompt_id!r}/{rollout.sample}: {problem}")
-    ids = (*rollout.response_ids, *(token for _, token, _ in recorded))
-    logprobs = np.array([logprob for logprob, *_ in recorded], dtype=np.float32)
-    mask = SamplingMask.of([row for *_, row in recorded]) if sampling.keeps_mask else None
+    ids = (*rollout.response_ids, *(token for _, token in recorded))
+    logprobs = np.array([logprob for logprob, _ in recorded], dtype=np.float32)
     # SGLang does not report `num_retractions` of a request that is aborted in its queue. Of such
     # requests only a retracted one can have tokens.
     retracted = bool(meta.get("num_retractions", finish["type"] == ABORTED))
@@ -158,27 +147,12 @@ def continued(
         # Absent from engines without a tokenizer.
         text=answer.get("text", ""),
         segments=(*rollout.segments, segment) if recorded else rollout.segments,
-        sampling_mask=SamplingMask.joined([rollout.sampling_mask, mask]),
     )
-    goes_on = rollout.segments and rollout.segments[-1].end == before
-    if goes_on or not longer.finished:
+    if before or not longer.finished:
         # SGLang's text covers this request alone, and includes the token that was dropped.
-        turn = longer.parts[-1]
-        text = decode(turn[:-1] if isinstance(finish.get("matched"), int) else turn)
+        text = decode(ids[:-1] if isinstance(finish.get("matched"), int) else ids)
         return replace(longer, text=text)
     return longer
-
-
-def _recorded(meta: Mapping[str, Any], truncated: bool) -> list[tuple[float, int, Sequence[int]]]:
-    """Log-prob, token id and, if `truncated`, the tokens that it was drawn from, of each token."""
-    tokens = [(logprob, token) for logprob, token, *_ in meta.get("output_token_logprobs") or []]
-    if not truncated:
-        return [(logprob, token, ()) for logprob, token in tokens]
-    rows = meta.get("output_token_sampling_mask") or []
-    logprobs = meta.get("output_token_sampling_logprobs") or []
-    # Not strict: `_problem` counts the tokens, and an aborted response goes on from the shortest.
-    triples = zip(logprobs, tokens, rows, strict=False)
-    return [(logprob, token, row) for logprob, (_, token), row in triples]
 
 
 def _problem(meta: Mapping[str, Any], length: int, limit: int) -> str | None:

@@ -12,7 +12,6 @@ from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -29,12 +28,10 @@ class SparseActor:
         engine: RolloutEngine,
         learner: Learner,
         ladder: Ladder,
-        environment: Environment | None = None,
     ) -> None:
         self.ladder = ladder
         self._config = config
         self._engine = engine
-        self._environment = environment
         self._learner = learner
         self._served = ladder.first
         self._adapter: str | None = None
@@ -83,9 +80,6 @@ class SparseActor:
             settings.max_new_tokens,
             settings.temperature,
             adapter=self._adapter,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            environment=self._environment,
             timeout_s=self._config.rollout.timeout_s,
         )
 
@@ -102,7 +96,6 @@ class SparseActor:
             dense=True,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            environment=self._environment,
             timeout_s=self._config.rollout.timeout_s,
         )
         return self._engine.generate(prompts, settings.samples_per_prompt, sampling, on_finished)

@@ -4,9 +4,8 @@ All are frozen. Token ids are plain tuples, so that they hash, compare and trave
 processes; log-probs are arrays, because there are many of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -55,50 +54,14 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class SamplingMask:
-    """The tokens that top-k and top-p left to draw from, for each of T sampled tokens.
-
-    `lengths` [T] int32 says how many; `ids` [sum of lengths] int32 has those of one sampled token
-    after another.
-    """
-
-    lengths: NDArray[np.int32]
-    ids: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> "SamplingMask":
-        """From one list of token ids per sampled token."""
-        lengths = np.array([len(row) for row in rows], np.int32)
-        return cls(lengths, np.fromiter(chain.from_iterable(rows), np.int32))
-
-    @classmethod
-    def joined(cls, masks: Iterable["SamplingMask | None"]) -> "SamplingMask | None":
-        """The masks one after another; None if there are none, as nothing was truncated."""
-        known = [mask for mask in masks if mask is not None]
-        if not known:
-            return None
-        lengths, ids = zip(*((mask.lengths, mask.ids) for mask in known), strict=True)
-        return cls(np.concatenate(lengths), np.concatenate(ids))
-
-    def at(self, tokens: NDArray[np.int64]) -> "SamplingMask":
-        """The mask of the sampled tokens with these indices, in their order."""
-        lengths = self.lengths[tokens]
-        shift = np.repeat(self.lengths.cumsum()[tokens] - lengths.cumsum(), lengths)
-        return SamplingMask(lengths, self.ids[shift + np.arange(len(shift))])
-
-
-@dataclass(frozen=True, eq=False)
 class Rollout:
     """One sampled response, as the sparse actor produced and recorded it.
 
-    `logprobs` [T] are float32 natural log-probs of the T sampled tokens, of the distribution that
+    `logprobs` [T] are float32 natural log-probs of the T response tokens, of the distribution that
     they were sampled from. `sample` counts the samples of one prompt from 0. `weight_version` and
     `schedule` name the weights and the active KV budget schedule while its last tokens were
     generated. `finish_reason` is SGLang's: "stop", "length", or "abort" for a response that is to
-    be continued. `segments` cover the sampled tokens, in order; tokens between them are an
-    environment's, and not in the loss. By default all tokens are one segment. `text` is that of the
-    last turn, `earlier_turns` are the texts of the turns before it. `sampling_mask` is there if
-    sampling was truncated.
+    be continued. `segments` cover the tokens, in order; by default all tokens are one segment.
     """
 
     prompt_id: str
@@ -111,20 +74,18 @@ class Rollout:
     schedule: str
     text: str
     segments: tuple[Segment, ...] = ()
-    earlier_turns: tuple[str, ...] = ()
-    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` unless there is one finite log-prob per sampled token."""
+        """Raises `ValueError` unless there is one finite log-prob per token."""
         if not self.segments and self.response_ids:
             whole = Segment(0, len(self.response_ids), self.weight_version, self.schedule)
             object.__setattr__(self, "segments", (whole,))
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
-        sampled = sum(segment.end - segment.start for segment in self.segments)
-        if logprobs.shape != (sampled,) or not np.isfinite(logprobs).all():
+        count = len(self.response_ids)
+        if logprobs.shape != (count,) or not np.isfinite(logprobs).all():
             raise ValueError(
                 f"rollout {self.prompt_id!r}/{self.sample}: logprobs of shape {logprobs.shape} for"
-                f" {sampled} sampled tokens: expected one finite log-prob for each"
+                f" {count} tokens: expected one finite log-prob for each"
             )
         object.__setattr__(self, "logprobs", logprobs)
 
@@ -142,46 +103,11 @@ class Rollout:
         """Whether a request was retracted, so that it is unknown which tokens were prefilled."""
         return any(segment.retracted for segment in self.segments)
 
-    @property
-    def turns(self) -> tuple[str, ...]:
-        """Texts of the model's turns."""
-        return (*self.earlier_turns, self.text)
-
-    @property
-    def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids by turns: given and sampled ones alternately, beginning with the prompt.
-
-        The last part is empty if nothing has been sampled since the last given tokens.
-        """
-        parts: list[tuple[int, ...]] = [self.prompt_ids, ()]
-        end = 0
-        for segment in self.segments:
-            if segment.start > end:
-                parts += [self.response_ids[end : segment.start], ()]
-            end = segment.end
-            parts[-1] += self.response_ids[segment.start : end]
-        if end < len(self.response_ids):
-            parts += [self.response_ids[end:], ()]
-        return tuple(parts)
-
     def cut(self, limit: int) -> "Rollout":
-        """The same response, or, if it is unfinished and has `limit` tokens, ended as truncated.
-
-        An environment's answer at its end is removed then, as one that exceeds the limit is never
-        added.
-        """
+        """The same response, ended as truncated if it is unfinished and has `limit` tokens."""
         if self.finished or len(self.response_ids) < limit:
             return self
-        if self.parts[-1]:
-            return replace(self, finish_reason="length")
-        *earlier, text = self.earlier_turns
-        return replace(
-            self,
-            response_ids=self.response_ids[: self.segments[-1].end],
-            finish_reason="length",
-            text=text,
-            earlier_turns=tuple(earlier),
-        )
+        return replace(self, finish_reason="length")
 
     def split(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Token ids of each segment: all that precedes it, prompt included, and its own."""
@@ -221,4 +147,4 @@ class Group:
     @property
     def tokens(self) -> int:
         """Response tokens sampled so far."""
-        return sum(len(rollout.logprobs) for rollout in self.rollouts)
+        return sum(len(rollout.response_ids) for rollout in self.rollouts)

@@ -112,13 +112,6 @@ def weight_update_session(manager: Any, step: str) -> Any:
     return getattr(manager, f"{step}_weight_update")(request, None)
 
 
-def reports_sampling_masks() -> bool:
-    """Whether requests can ask which tokens top-k and top-p left; in 0.5.15.post1 they cannot."""
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    return "return_sampling_mask" in inspect.signature(GenerateReqInput).parameters
-
-
 def request_of(fields: Mapping[str, Any]) -> Any:
     """SGLang's `GenerateReqInput` of `fields`.
 

@@ -231,16 +231,6 @@ class TrainConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _loss_of_the_actor_is_not_truncated(self) -> Self:
-        weight, top_k = self.distill.policy_loss, self.rollout.top_k
-        if self.distill.enabled and weight and top_k != -1:
-            raise ValueError(
-                f"distill.policy_loss={weight:g} with rollout.top_k={top_k}: the sparse actor's"
-                " loss takes log-probs over all tokens; expected 0, or top_k -1"
-            )
-        return self
-
     @property
     def evaluation_tokens(self) -> int:
         """Length limit of responses in evaluation."""

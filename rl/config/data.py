@@ -13,9 +13,6 @@ from pydantic import (
 
 from sparrow_sglang.rl.config.section import Name, Section, TomlArray, TomlPath
 
-_MOST_TOKENS = 4096
-"""SGLang's default `sampling_mask_max_tokens`: how many tokens it reports as left to draw from."""
-
 
 class TaskSource(Section):
     """Prompts and their reward, from a task."""
@@ -115,31 +112,6 @@ class RolloutConfig(Section):
     timeout_s: PositiveFloat = 7200.0
     """Seconds without a finished response after which an engine counts as dead: more than the
     longest response takes."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass of the likeliest tokens that are sampled from; 1 for all tokens. Below 1 it
-    needs a `top_k`."""
-    top_k: int = -1
-    """Number of likeliest tokens that are sampled from; -1 for all tokens. With a `top_k`, the
-    policy's log-probs are over the tokens that rollouts could draw (DeepSeek-V3.2's Keep Sampling
-    Mask, arXiv:2512.02556)."""
-
-    @field_validator("top_k")
-    @classmethod
-    def _reported_or_all(cls, value: int) -> int:
-        if value != -1 and not 2 <= value <= _MOST_TOKENS:
-            raise ValueError(
-                f"expected -1 for all tokens, or 2 to {_MOST_TOKENS}, as many as SGLang reports"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _truncation_is_reported(self) -> Self:
-        if self.top_p < 1 and self.top_k == -1:
-            raise ValueError(
-                f"top_p={self.top_p:g} without top_k: SGLang reports the tokens that were left to"
-                f" draw from only with a top_k; expected one of 2 to {_MOST_TOKENS}, or top_p 1"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_order_of_groups(self) -> Self:

@@ -108,25 +108,17 @@ class Responses:
 
     async def _finished(self, position: int, rollout: Rollout) -> tuple[int, Rollout]:
         """The finished response, or the unfinished one if the rollout was stopped."""
-        environment, limit = self.sampling.environment, self.sampling.max_new_tokens
-        while not rollout.finished and not self._stopped:
-            rollout = await self._continued(rollout)
-            if environment is not None:
-                # In a thread, so that a slow reply does not block other responses.
-                more = rollout, self._prompts[position], self.manager.tokenizer, limit
-                rollout = await asyncio.to_thread(environment.answered, *more)
-        return position, rollout
-
-    async def _continued(self, rollout: Rollout) -> Rollout:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        if self._stopped:
+            return position, rollout
         request = sample_request(rollout, self.sampling, self.switchable)
         answers = self.manager.generate_request(GenerateReqInput(**request), None)
         try:
             answer = await anext(answers)
         finally:
             await answers.aclose()
-        return continued(
+        response = continued(
             rollout,
             answer,
             self.sampling,
@@ -135,9 +127,10 @@ class Responses:
             self._decode,
             self._stopped,
         )
+        return position, response
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole turn, as SGLang gives it; none without a tokenizer."""
+        """The text of a whole response, as SGLang gives it; none without a tokenizer."""
         tokenizer = self.manager.tokenizer
         return tokenizer.decode(ids, skip_special_tokens=True) if tokenizer else ""
 

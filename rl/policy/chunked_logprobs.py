@@ -6,17 +6,12 @@ entropies, and acceptance rates.
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
-from sparrow_sglang.rl.types import SamplingMask
 
 CHUNK_ELEMENTS = 2**26
 """Logits that exist at a time: 256 MiB in fp32, and as much again for their gradient."""
-
-# A logit whose exp is 0; an infinity would make entropies NaN.
-_REMOVED = -1e30
 
 
 def token_logprobs(
@@ -25,7 +20,6 @@ def token_logprobs(
     tokens: torch.Tensor,
     temperature: float = 1.0,
     entropies: bool = False,
-    mask: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(hidden @ weight.T / temperature) at `tokens`: [n], fp32 (float64 for float64).
 
@@ -34,14 +28,12 @@ def token_logprobs(
     at most `CHUNK_ELEMENTS` logits (one row at least); the backward pass recomputes the logits.
     Differentiable once, in `hidden` and `weight`.
 
-    With a `mask` of n tokens, each row's distribution is the one over the mask's tokens.
-
     Also returns the `entropies` [n] in nats of the rows' distributions, without gradient; empty if
     not asked for. They need no additional memory: log-probs replace the logits of a chunk in place,
     and the probabilities take one copy of the chunk, as the log-sum-exp does.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
-        hidden, weight, tokens, temperature, entropies, mask
+        hidden, weight, tokens, temperature, entropies
     )
     return result
 
@@ -97,13 +89,12 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens: torch.Tensor,
         temperature: float,
         wants_entropies: bool,
-        mask: SamplingMask | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         projection, rows = weight.to(hidden.dtype).t(), _rows_at_once(weight)
         parts, normalisers, entropies = [], [], [hidden.new_empty(0)]
         chunks = zip(hidden.split(rows), tokens.split(rows), strict=True)
-        for index, (part, chosen) in enumerate(chunks):
-            logits = _masked_logits(part, projection, temperature, mask, index * rows)
+        for part, chosen in chunks:
+            logits = product(part, projection).div_(temperature)
             normaliser = logits.logsumexp(1)
             parts.append(logits.gather(1, chosen[:, None]).squeeze(1) - normaliser)
             normalisers.append(normaliser)
@@ -112,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 # If an exp underflows to 0, so does its product with a log-prob of at least -1e38.
                 entropies.append(-logits.exp().mul_(logits).sum(1))
         ctx.save_for_backward(hidden, weight, tokens, torch.cat(normalisers))
-        ctx.temperature, ctx.mask, ctx.rows = temperature, mask, rows
+        ctx.temperature, ctx.rows = temperature, rows
         # The empty placeholder is left out, as it has the dtype of `hidden`.
         result = torch.cat(parts), torch.cat(entropies[1:] or entropies)
         ctx.mark_non_differentiable(result[1])
@@ -131,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         for start in range(0, len(hidden), ctx.rows):
             rows = slice(start, start + ctx.rows)
-            logits = _masked_logits(hidden[rows], projection.t(), ctx.temperature, ctx.mask, start)
+            logits = product(hidden[rows], projection.t()).div_(ctx.temperature)
             # The gradient of a log-prob in its logits: one-hot minus softmax.
             slope = logits.sub_(normalisers[rows, None]).exp_().neg_()
             slope.scatter_add_(1, tokens[rows, None], torch.ones_like(slope[:, :1]))
@@ -143,26 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight += product(slope.t(), hidden[rows])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
-
-
-def _masked_logits(
-    hidden: torch.Tensor,
-    projection: torch.Tensor,
-    temperature: float,
-    mask: SamplingMask | None,
-    first: int,
-) -> torch.Tensor:
-    """Logits of the rows from number `first` on, as low as `_REMOVED` for tokens not in `mask`."""
-    logits = product(hidden, projection).div_(temperature)
-    if mask is None:
-        return logits
-    own = mask.at(np.arange(first, first + len(hidden)))
-    rows = torch.from_numpy(np.repeat(np.arange(len(hidden)), own.lengths)).to(logits.device)
-    ids = torch.from_numpy(own.ids).to(logits.device, torch.int64)
-    kept = logits[rows, ids]
-    logits.fill_(_REMOVED)[rows, ids] = kept
-    return logits
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _rows_at_once(projection: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ attends to itself only, by full causal attention.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparrow_sglang.models import model_folder
-from sparrow_sglang.rl.batch import TokenSequence, sampled_tokens
+from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.chunked_logprobs import acceptance_between, token_logprobs
 from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, add_gradient
@@ -27,7 +27,6 @@ from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tenso
 from sparrow_sglang.rl.policy.sparse_policy import ATTENTION, SparseRule
 from sparrow_sglang.rl.policy.supported_models import unsupported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
-from sparrow_sglang.rl.types import SamplingMask
 from sparrow_sglang.schedule import BudgetSchedule
 
 _Result = TypeVar("_Result")
@@ -141,14 +140,13 @@ class DensePolicy:
         sequences: Sequence[TokenSequence],
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
-        mask: SamplingMask | None = None,
     ) -> list[torch.Tensor]:
         """Log-probs of each response's tokens: fp32 [T] per sequence, on the CPU.
 
         They are dense log-probs, or with a `schedule` those of the distribution that a server with
-        this schedule samples from; over the tokens in `mask`, if it is given.
+        this schedule samples from.
         """
-        return self.score_with_entropy(sequences, temperature, schedule, mask)[0]
+        return self.score_with_entropy(sequences, temperature, schedule)[0]
 
     @torch.no_grad()
     def score_with_entropy(
@@ -156,14 +154,13 @@ class DensePolicy:
         sequences: Sequence[TokenSequence],
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
-        mask: SamplingMask | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probs as from `score`, and the entropies in nats of the same distributions: each fp32
         [T] per sequence, on the CPU."""
         self.model.eval()
-        counts = [sampled_tokens(sequence) for sequence in sequences]
+        counts = [len(response) for _, response in sequences]
         logprobs, entropies = torch.zeros(sum(counts)), torch.zeros(sum(counts))
-        for packed in self.micro_batches(sequences, mask):
+        for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
             where = packed.where.cpu()
             part, entropy = self._logprobs(packed, temperature, True, rule)
@@ -186,7 +183,6 @@ class DensePolicy:
                 packed.targets,
                 temperature,
                 entropies,
-                packed.mask,
             )
         )
 
@@ -230,7 +226,7 @@ class DensePolicy:
     ) -> list[list[np.ndarray]]:
         """What `acceptance` gives with each of `actors` as `adapted`; one dense pass serves all."""
         self.model.eval()
-        rates = torch.zeros(len(actors), sum(map(sampled_tokens, sequences)))
+        rates = torch.zeros(len(actors), sum(len(response) for _, response in sequences))
 
         def measure(packed: Packed) -> None:
             rule = SparseRule(schedule, packed.prompt_lengths)
@@ -244,7 +240,7 @@ class DensePolicy:
         for packed in self.micro_batches(sequences):
             self.gathered(partial(measure, packed))
         self.ranks.add(rates)
-        counts = [sampled_tokens(sequence) for sequence in sequences]
+        counts = [len(response) for _, response in sequences]
         return [[part.double().numpy() for part in row.split(counts)] for row in rates]
 
     def loss_step(
@@ -253,20 +249,18 @@ class DensePolicy:
         loss: Loss,
         temperature: float = 1.0,
         entropies: torch.Tensor | None = None,
-        mask: SamplingMask | None = None,
     ) -> StepResult:
         """Take one optimizer step with the clipped gradient of the summed micro-batch losses.
 
-        `entropies`, [N] zeros on the CPU, is filled with what `score_with_entropy` would give;
-        `mask` is as there. A gradient that is not finite is logged, and weights and optimizer stay
-        as they are.
+        `entropies`, [N] zeros on the CPU, is filled with what `score_with_entropy` would give.
+        A gradient that is not finite is logged, and weights and optimizer stay as they are.
         """
         self.model.train()
         # If the loss raised in an earlier call, that call has left gradients behind.
         self.model.zero_grad()
         self.optimizer.zero_grad()
         total, count = torch.zeros(1, dtype=torch.float64), 0
-        for packed in self.micro_batches(sequences, mask):
+        for packed in self.micro_batches(sequences):
             logprobs, entropy = self._logprobs(packed, temperature, entropies is not None)
             if entropies is not None:
                 entropies[packed.where.cpu()] = entropy.cpu()
@@ -353,18 +347,16 @@ class DensePolicy:
         hidden = hidden[packed.predictors]
         return hidden.bfloat16() if on_gpu else hidden
 
-    def micro_batches(
-        self, sequences: Sequence[TokenSequence], mask: SamplingMask | None = None
-    ) -> Iterator[Packed]:
-        """Micro-batches of this rank; `mask` is that of all sampled tokens, if there is one."""
-        for index, sequence in enumerate(sequences):
-            if not all(map(len, sequence)):
+    def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
+        """Micro-batches of this rank."""
+        for index, (prompt, response) in enumerate(sequences):
+            if not (prompt and response):
                 raise ValueError(
-                    f"sequences[{index}] has {len(sequence[0])} prompt and"
-                    f" {sampled_tokens(sequence)} response tokens: expected at least one of each"
+                    f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response"
+                    " tokens: expected at least one of each"
                 )
-        lengths = [sum(map(len, sequence)) for sequence in sequences]
-        starts = np.cumsum([0, *map(sampled_tokens, sequences)])
+        lengths = [len(prompt) + len(response) for prompt, response in sequences]
+        starts = np.cumsum([0, *(len(response) for _, response in sequences)])
         packs = pack(lengths, self._micro_batch_tokens)
         for members in assign_to_ranks(packs, lengths, self.ranks.world)[self.ranks.rank]:
             if not members:
@@ -372,5 +364,4 @@ class DensePolicy:
                 continue
             chosen = [sequences[i] for i in members]
             where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            packed = build_micro_batch(chosen, where, self.device)
-            yield packed if mask is None else replace(packed, mask=mask.at(where))
+            yield build_micro_batch(chosen, where, self.device)

@@ -11,16 +11,14 @@ import numpy as np
 import torch
 
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.types import SamplingMask
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A micro-batch: concatenated sequences, [T].
 
-    `predictors` [n] are the positions whose output predicts the sampled tokens `targets` [n];
-    `where` [n] are the indices of these among all sampled tokens of the batch; `mask`, if sampling
-    was truncated, is that of the targets.
+    `predictors` [n] are the positions whose output predicts the response tokens `targets` [n];
+    `where` [n] are the indices of these among all response tokens of the batch.
     """
 
     tokens: torch.Tensor
@@ -30,7 +28,6 @@ class Packed:
     predictors: torch.Tensor
     targets: torch.Tensor
     where: torch.Tensor
-    mask: SamplingMask | None = None
 
     @property
     def idle(self) -> bool:
@@ -90,12 +87,12 @@ def idle(device: torch.device) -> Packed:
 def build_micro_batch(
     sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device
 ) -> Packed:
-    """Pack `sequences`; `where` [n] are the indices of their sampled tokens in the batch."""
+    """Pack `sequences`; `where` [n] are the indices of their response tokens in the batch."""
     tokens = np.concatenate([part for sequence in sequences for part in sequence])
-    lengths = [sum(map(len, sequence)) for sequence in sequences]
-    turns = [turn for sequence in sequences for turn in enumerate(sequence)]
-    answers = np.flatnonzero(np.concatenate([[index % 2] * len(part) for index, part in turns]))
+    lengths = [len(prompt) + len(response) for prompt, response in sequences]
     positions = np.concatenate([np.arange(length) for length in lengths])
+    prompts = np.repeat([len(prompt) for prompt, _ in sequences], lengths)
+    sampled = np.flatnonzero(positions >= prompts)
 
     def place(values: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=device)
@@ -104,8 +101,8 @@ def build_micro_batch(
         place(tokens),
         place(positions),
         lengths,
-        tuple(len(sequence[0]) for sequence in sequences),
-        place(answers - 1),
-        place(tokens[answers]),
+        tuple(len(prompt) for prompt, _ in sequences),
+        place(sampled - 1),
+        place(tokens[sampled]),
         place(where),
     )

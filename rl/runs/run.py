@@ -109,13 +109,9 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             "random_seed": config.seed + taken,
             "dtype": str(learner.compute_dtype).removeprefix("torch."),
         } | lora_arguments(config.distill)
-        if config.rollout.top_k != -1:
-            # With FlashInfer one kernel draws a token, and others find which were left. If rounding
-            # puts them at odds, SGLang aborts the request.
-            arguments["sampling_backend"] = "pytorch"
         engine = learner.open_engine(setup.engine, setup.model_path, arguments)
         opened.enter_context(closing(engine))
-        actor = SparseActor(config, engine, learner, ladder, setup.environment)
+        actor = SparseActor(config, engine, learner, ladder)
         parts = config, setup, learner, actor, reward_workers, log, termination, checkpoints
         run = Run(*parts, state, saved=taken)
         try:

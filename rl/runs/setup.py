@@ -29,12 +29,9 @@ from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
-from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
-from sparrow_sglang.sglang_install import installed_version
-from sparrow_sglang.sglang_versions import reports_sampling_masks
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ class Setup:
     schedules: tuple[BudgetSchedule, ...]
     engine: EngineConfig
     notes: tuple[str, ...]
-    environment: Environment | None
     fingerprint: str
 
 
@@ -104,16 +100,10 @@ def prepare(config: TrainConfig) -> Setup:
             wrong or does not fit the rest; the message says which, and what is allowed.
     """
     _check_settings(config)
-    if config.rollout.top_k != -1 and not reports_sampling_masks():
-        raise InputError(
-            f"rollout.top_k={config.rollout.top_k}: SGLang {installed_version()} does not report"
-            " the tokens that were left to draw from; expected 0.5.16 or newer, or top_k -1"
-        )
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
     schedules = _schedules(config, model_config)
-    variables = config.task.chat_template_kwargs
-    task = load_task(config.task, ChatRender(tokenizer, **variables))
+    task = load_task(config.task, ChatRender(tokenizer, **config.task.chat_template_kwargs))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
     sets = (sets or {"": ()}) if config.evaluation.every_steps else {}
     train = _short_enough("training", task.train, config)
@@ -149,7 +139,6 @@ def prepare(config: TrainConfig) -> Setup:
             f"nothing will be decoded sparsely: the budgets of {schedules[-1].name} hold sequences"
             f" of up to {dense:,} tokens, and prompts with responses have at most {longest:,}"
         )
-    environment = Environment(task.reply, variables) if task.reply else None
     return Setup(
         model_path,
         tokenizer,
@@ -159,7 +148,6 @@ def prepare(config: TrainConfig) -> Setup:
         schedules,
         engine,
         tuple(notes),
-        environment,
         _fingerprint(train),
     )
 

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.config import TaskSource
-from sparrow_sglang.rl.tasks import calculator, code, files, math, story
+from sparrow_sglang.rl.tasks import code, files, math, story
 from sparrow_sglang.rl.tasks.base import ChatRender, Render, SkippedRow, Task
 from sparrow_sglang.rl.tasks.imported import imported
 from sparrow_sglang.rl.tasks.reward_worker import Reward
-from sparrow_sglang.rl.turns import Reply
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, nearest_first
 
@@ -56,13 +55,13 @@ def _checked(name: str, task: Any) -> Task:
     """The `task` that a user's function has returned; raises `InputError` if it is not usable."""
     if not isinstance(task, Task):
         raise InputError(f"task.name={name!r} returned {quoted(task)}: expected a Task")
-    for field, functions in {"reward": task.reward, "reply": task.reply or {}}.items():
-        for function in functions.values() if isinstance(functions, Mapping) else [functions]:
-            if not (callable(function) and _can_be_sent(function)):
-                raise InputError(
-                    f"task.name={name!r} has the {field} {quoted(function)}: expected a function"
-                    " of a module, as it is sent to other processes"
-                )
+    rewards = task.reward.values() if isinstance(task.reward, Mapping) else [task.reward]
+    for function in rewards:
+        if not (callable(function) and _can_be_sent(function)):
+            raise InputError(
+                f"task.name={name!r} has the reward {quoted(function)}: expected a function of a"
+                " module, as it is sent to other processes"
+            )
     return task
 
 
@@ -80,7 +79,6 @@ def _load_mix(config: TaskSource, render: Render) -> Task:
     train: list[Prompt] = []
     heldout: dict[str, tuple[Prompt, ...]] = {}
     rewards: dict[str, Reward] = {}
-    replies: dict[str, Reply] = {}
     notes: list[str] = []
     skipped: list[SkippedRow] = []
     if not config.options:
@@ -99,15 +97,13 @@ def _load_mix(config: TaskSource, render: Render) -> Task:
         if isinstance(task.reward, Mapping):
             raise InputError(f"task.options.{label}.name={source.name!r}: expected no mix in a mix")
         rewards[label] = task.reward
-        if task.reply is not None and not isinstance(task.reply, Mapping):
-            replies[label] = task.reply
         notes += [f"{label}: {note}" for note in task.notes]
         skipped += task.skipped
         train += _labelled(task.train, label)
         sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
         for name, prompts in sets.items():
             heldout[f"{label}/{name}".rstrip("/")] = _labelled(prompts, label)
-    return Task(tuple(train), heldout, rewards, replies, tuple(notes), tuple(skipped))
+    return Task(tuple(train), heldout, rewards, tuple(notes), tuple(skipped))
 
 
 def _labelled(prompts: Sequence[Prompt], label: str) -> tuple[Prompt, ...]:
@@ -118,7 +114,6 @@ TASKS: dict[str, Load] = {
     "math": math.load,
     "code": code.load,
     "story": story.load,
-    "calculator": calculator.load,
     "files": files.load,
     "mix": _load_mix,
 }

@@ -24,7 +24,6 @@ from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks.formats import read_example
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.tasks.rows import KINDS, is_hub, read_rows
-from sparrow_sglang.rl.turns import Reply
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, unknown_key
 
@@ -67,14 +66,12 @@ class Task:
 
     `heldout` is one set, or several by name. `reward` is a function of a module, as it is sent to
     other processes by name, or a mapping with one such function for each `Prompt.task`;
-    `reward_worker.Reward` documents parameters and return values. With a `reply`, or a mapping of
-    replies, responses have several turns; see `turns.Reply`. `notes` are lines for the log.
+    `reward_worker.Reward` documents parameters and return values. `notes` are lines for the log.
     """
 
     train: tuple[Prompt, ...]
     heldout: Heldout
     reward: Reward | Mapping[str, Reward]
-    reply: Reply | Mapping[str, Reply] | None = None
     notes: tuple[str, ...] = ()
     skipped: tuple[SkippedRow, ...] = ()
 

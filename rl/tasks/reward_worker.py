@@ -15,9 +15,8 @@ import psutil
 from sparrow_sglang.json_values import cut, quoted
 
 # (prompt, text) -> reward, or a mapping of "score" and sub-scores. A function with a parameter
-# `finish_reason` gets SGLang's finish reason too, and with a parameter `turns` all of the model's
-# turns, of which the text is the last. A function (prompts, texts), optionally with a parameter
-# `finish_reasons`, gets all responses of a group at once, and returns a reward for each.
+# `finish_reason` gets SGLang's finish reason too. A function (prompts, texts), optionally with a
+# parameter `finish_reasons`, gets all responses of a group at once, and returns a reward for each.
 Reward = Callable[..., Any]
 # Task name, the reward's positional arguments, and its keyword arguments.
 Job = tuple[str, tuple[Any, Any], dict[str, Any]]

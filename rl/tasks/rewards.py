@@ -244,6 +244,5 @@ def _job(group: Group, samples: range, parameters: Mapping[str, Any]) -> Job:
         more = reasons if "finish_reasons" in parameters else {}
         return prompt.task, ([prompt] * len(rollouts), [one.text for one in rollouts]), more
     (rollout,) = rollouts
-    known = {"finish_reason": rollout.finish_reason, "turns": rollout.turns}
-    given = {name: value for name, value in known.items() if name in parameters}
-    return prompt.task, (prompt, rollout.text), given
+    reason = {"finish_reason": rollout.finish_reason}
+    return prompt.task, (prompt, rollout.text), reason if "finish_reason" in parameters else {}

@@ -14,7 +14,6 @@ from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packing import assign_to_ranks, pack
 from sparrow_sglang.rl.ranks import ALONE, Ranks
-from sparrow_sglang.rl.types import SamplingMask
 from sparrow_sglang.schedule import BudgetSchedule
 
 # No number of rows is a multiple of the ranks.
@@ -60,10 +59,7 @@ def trained(ranks: Ranks, tied: bool, **settings: Any) -> dict[str, Any]:
         batch = sequences(step)[: 1 if step == 2 else None]
         entropies = torch.zeros(sum(len(response) for _, response in batch))
         loss = partial(weighted, torch.linspace(-1, 1, len(entropies)))
-        # The second step is of truncated responses.
-        rows = [sorted({1, 2, token}) for _, response in batch for token in response]
-        mask = SamplingMask.of(rows) if step == 1 else None
-        result = policy.loss_step(batch, loss, 0.8, entropies, mask)
+        result = policy.loss_step(batch, loss, 0.8, entropies)
         steps.append((result.loss, result.grad_norm, entropies))
     schedule = BudgetSchedule.fixed(48)
     return {

@@ -23,11 +23,6 @@ def reward(prompt: Prompt, text: str) -> float:
     return sum(ord(character) < 128 for character in text) / max(1, len(text))
 
 
-def say_more(prompt: Prompt, turns: tuple[str, ...]) -> dict[str, str] | None:
-    """The `reply` of a task of three turns."""
-    return {"role": "user", "content": f" more {len(turns)}: "} if len(turns) < 3 else None
-
-
 def save_model_of_bytes(folder: Path, **overrides: Any) -> str:
     """A tiny random checkpoint with a tokenizer of one token per byte, and a chat template.
 

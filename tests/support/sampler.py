@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from training import truncated
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.types import Group, Prompt, Rollout, SamplingMask
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 8
 
@@ -64,13 +63,12 @@ class Sampler:
         return bool(more)
 
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
-        ids, logprobs, left = list(prompt.input_ids), [], []
+        ids, logprobs = list(prompt.input_ids), []
         for _ in range(TOKENS):
             logits = self.model(torch.tensor([ids])).logits[0, -1].double() / sampling.temperature
-            distribution = truncated(logits[None], sampling)[0].softmax(0)
+            distribution = logits.softmax(0)
             token = int(torch.multinomial(distribution, 1))
             ids.append(token)
-            left.append(distribution.nonzero()[:, 0].tolist())
             logprobs.append(math.log(distribution[token]))
             self.entropies.append(float(torch.special.entr(distribution).sum()))
         answer = tuple(ids[-TOKENS:])
@@ -85,7 +83,6 @@ class Sampler:
             self.version,
             "dense",
             text,
-            sampling_mask=SamplingMask.of(left) if sampling.keeps_mask else None,
         )
 
     def update_weights(self, tensors: Any, version: str) -> None:

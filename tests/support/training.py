@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import ascii_task
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from engines import random_prompt
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
-from sparrow_sglang.sglang_versions import reports_sampling_masks
+from sparrow_sglang.rl.types import Group, Prompt
 
 # An upper bound of the rounding differences between SGLang and transformers in 32 bits.
 FP32 = 2e-4
@@ -76,21 +72,6 @@ def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarra
     return np.concatenate([logprobs[part.start : part.end] for part in rollout.segments])
 
 
-def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits [T, V] as transformers truncates them, -inf for tokens left out.
-
-    Top-p comes first, as SGLang takes it of the whole distribution.
-    """
-    if sampling.top_p < 1:
-        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
-    return TopKLogitsWarper(sampling.top_k)(None, logits) if sampling.top_k > 0 else logits
-
-
-def truncation() -> dict[str, float]:
-    """Settings of `[rollout]` that truncate, if this SGLang reports masks."""
-    return {"top_k": 40, "top_p": 0.9} if reports_sampling_masks() else {}
-
-
 def begun(prompts: Sequence[Prompt], samples: int) -> list[Group]:
     return [Group.begun(prompt, samples) for prompt in prompts]
 
@@ -102,14 +83,3 @@ def error(model, groups) -> float:
         for group in groups
         for rollout in group.rollouts
     )
-
-
-def turns_of(rollout: Rollout, tokenizer: Any, ends: range, limit: int) -> tuple[str, ...]:
-    """The model's turns as text, without the token of `ends` that ended each, as in SGLang."""
-    *earlier, last = rollout.parts[1::2]
-    # If that token falls on the length limit, versions of SGLang differ in what ended the turn; if
-    # the token did, the environment may still say that the response is cut.
-    at_limit = len(rollout.response_ids) == limit and rollout.finish_reason == "length"
-    cut = at_limit and rollout.text == tokenizer.decode(last)
-    parts = [*(part[:-1] for part in earlier), last[:-1] if last[-1] in ends and not cut else last]
-    return tuple(map(tokenizer.decode, parts))

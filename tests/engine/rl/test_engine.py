@@ -6,7 +6,6 @@ import signal
 from copy import deepcopy
 from dataclasses import replace
 
-import ascii_task
 import engines
 import numpy as np
 import psutil
@@ -22,21 +21,14 @@ from training import (
     begun,
     error,
     transformers_logprobs,
-    truncated,
-    turns_of,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.scoring import score_dense
-from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TaskConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.tasks import ChatRender
-from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import ABORTED, Rollout
-from sparrow_sglang.sglang_versions import reports_sampling_masks
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -60,7 +52,7 @@ def model(sharp_llama):
 
 def test_an_engine_does_not_hide_warnings_of_this_package(engine) -> None:
     assert logging.getLogger().level > logging.WARNING
-    assert logging.getLogger("sparrow_sglang.rl.turns").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("sparrow_sglang.rl.learner").isEnabledFor(logging.WARNING)
 
 
 def test_groups_come_in_the_order_of_the_prompts_and_are_complete(engine) -> None:
@@ -95,33 +87,6 @@ def test_recorded_logprobs_are_those_at_the_sampling_temperature(engine, model, 
         np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / min(1, temperature))
         untempered = transformers_logprobs(model, rollout)
         assert np.abs(rollout.logprobs - untempered).max() > 100 * FP32
-
-
-@pytest.mark.skipif(not reports_sampling_masks(), reason="this SGLang reports no masks")
-@pytest.mark.parametrize(
-    "sampling", [Sampling(60, 0.7, top_p=0.8, top_k=20), Sampling(60, top_k=5)]
-)
-def test_a_truncated_response_carries_its_distribution(engine, model, sampling) -> None:
-    """Its ratio to the dense policy over the same tokens, which the loss corrects by, is 1."""
-    groups = engine.generate(PROMPTS, 2, sampling)
-    policy = DensePolicy(deepcopy(model), ModelConfig(), OptimizerConfig(), "cpu")
-    exact, others = deepcopy(model).double(), 0
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
-        start = len(rollout.prompt_ids)
-        with torch.no_grad():
-            logits = exact(ids).logits[0, start - 1 : -1] / sampling.temperature
-        left = torch.zeros_like(logits, dtype=torch.bool)
-        left[np.repeat(range(60), rollout.sampling_mask.lengths), rollout.sampling_mask.ids] = True
-        others += int((left != truncated(logits, sampling).isfinite()).any(1).sum())
-        law = logits.masked_fill(~left, -torch.inf).log_softmax(1)
-        expected = law[range(60), rollout.response_ids]
-        np.testing.assert_allclose(rollout.logprobs, expected, atol=2 * FP32)
-        (scored,) = policy.score([rollout.parts], sampling.temperature, mask=rollout.sampling_mask)
-        np.testing.assert_allclose(scored, expected, atol=2 * FP32)
-        assert 1 < rollout.sampling_mask.lengths.max() <= sampling.top_k
-    # Rounding may leave out a token at the limit, or let it in.
-    assert others <= 1
 
 
 def scaled(model):
@@ -296,42 +261,6 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
     picked = at_once[range(80), list(whole.response_ids)].numpy()
     differs = np.abs(picked - whole.logprobs) > 10 * FP32
     assert differs[: lengths[1]].any() and differs[lengths[1] :].any()
-
-
-def test_responses_of_several_turns_stop_and_go_on(tmp_path):
-    # Every 16th byte ends a turn.
-    ends = range(3, 19)
-    path = ascii_task.save_model_of_bytes(tmp_path, eos_token_id=[*ends])
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    prompts = ascii_task.load(TaskConfig(name=ascii_task.NAME), ChatRender(tokenizer)).train
-    arguments = SERVER_ARGS | {"skip_tokenizer_init": False, "grammar_backend": "none"}
-    environment = Environment(ascii_task.say_more)
-    engines.import_for_fork()
-    engine = LocalEngine(path, ALL, **arguments)
-    try:
-        done, groups = [], {}
-        sampling = Sampling(max_new_tokens=200, environment=environment)
-        stream = engine.stream(begun(prompts, 1), sampling, should_stop=lambda: len(done) > 2)
-        for position, group in stream:
-            groups[position] = group
-            done += [position] if group.finished else []
-        left = {at: group for at, group in groups.items() if not group.finished}
-        assert len(groups) == len(prompts) and len(left) > 4
-        gone_on = dict(engine.stream(list(left.values()), sampling))
-    finally:
-        engine.close()
-    befores = [group.rollouts[0] for group in left.values()]
-    afters = [gone_on[place].rollouts[0] for place in range(len(left))]
-    assert max(len(rollout.turns) for rollout in befores) > 1
-    for before, rollout in zip(befores, afters, strict=True):
-        assert rollout.response_ids[: len(before.response_ids)] == before.response_ids
-        assert rollout.turns[: len(before.turns) - 1] == before.turns[:-1]
-        said = [tokenizer.decode(part) for part in rollout.parts[2::2]]
-        assert said == [f" more {turn}: " for turn in range(1, len(rollout.turns))]
-        assert rollout.turns == turns_of(rollout, tokenizer, ends, sampling.max_new_tokens)
-        assert len(rollout.turns) == 3 or rollout.truncated
-    assert error(model, gone_on.values()) < FP32
 
 
 def test_a_dead_scheduler_ends_the_rollout_with_the_reason(sharp_llama) -> None:

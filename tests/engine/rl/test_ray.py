@@ -21,7 +21,7 @@ import torch
 from ascii_task import rows
 from cluster_engine import pids
 from engines import import_for_fork, kill, unused_model_files
-from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings, truncation
+from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import train
@@ -34,7 +34,6 @@ from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
-from sparrow_sglang.rl.turns import Environment
 from sparrow_sglang.rl.types import ABORTED, Group
 
 MARK = "SPARROW_TEST_CLUSTER"
@@ -50,8 +49,7 @@ ENVIRONMENT = {
     # Without, Ray sets it to "token", and goes by that in this process after the variable is unset.
     "RAY_AUTH_MODE": "disabled",
 }
-# The environment, which these responses do not reach, travels to the actors.
-SAMPLING = Sampling(max_new_tokens=20, environment=Environment(ascii_task.say_more))
+SAMPLING = Sampling(max_new_tokens=20)
 # Long enough to be interrupted: each engine samples 12 groups in turns of 8 sequences.
 MANY = PROMPTS * 8
 LONG = Sampling(max_new_tokens=60)
@@ -151,9 +149,7 @@ def test_training_on_a_colocated_engine(cluster, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, ascii_task.NAME, ascii_task.load)
     model = ascii_task.save_model_of_bytes(tmp_path / "model")
     config = settings(model, tmp_path / "run", "dense", steps=2, evaluation={"every_steps": 0})
-    rollout = config.rollout.model_copy(update=truncation())
-    cluster_config = ClusterConfig(colocate=True)
-    config = config.model_copy(update={"cluster": cluster_config, "rollout": rollout})
+    config = config.model_copy(update={"cluster": ClusterConfig(colocate=True)})
     train(config)
     written = rows(config.run_dir)
     assert [row["step"] for row in written] == [0, 1]

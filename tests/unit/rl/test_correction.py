@@ -219,7 +219,7 @@ def test_refusals() -> None:
         correct(a, a - torch.inf, [3], AlgorithmConfig())
     with pytest.raises(ValueError, match="between 0 and 1"):
         acceptance_metrics([0.5, 1.2], [0, 1])
-    with pytest.raises(ValueError, match=r"'p'/0: logprobs of shape \(1,\) for 2 sampled"):
+    with pytest.raises(ValueError, match="logprobs of shape"):
         Rollout("p", 0, (1,), (1, 2), np.zeros(1), "stop", "0", "dense", "")
     with pytest.raises(ValueError, match="prompt 'p' of task 't' has no tokens"):
         Prompt("p", "t", ())

@@ -25,7 +25,6 @@ from sparrow_sglang.rl.policy.chunked_logprobs import logits_of, token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.packed_attention import like_lengths
 from sparrow_sglang.rl.policy.packing import pack
-from sparrow_sglang.rl.types import SamplingMask
 
 VOCAB = 199
 SIZES = {
@@ -104,31 +103,6 @@ class TestScore:
         packed = policy(micro_batch_tokens=tokens).score(BATCH)
         for left, right in zip(alone, packed, strict=True):
             torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
-
-    def test_scores_the_sampled_tokens_of_each_turn(self) -> None:
-        (prompt, response), *others = BATCH
-        (whole,) = policy().score([(prompt, response)])
-        turns = (prompt, response[:3], response[3:7], response[7:])
-        scored, *rest = policy().score([turns, *others])
-        torch.testing.assert_close(scored, torch.cat([whole[:3], whole[7:]]), atol=2e-5, rtol=0)
-        for left, right in zip(rest, policy().score(others), strict=True):
-            torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
-
-    @pytest.mark.parametrize("tokens", [20, 10_000])
-    def test_scores_over_the_tokens_that_were_left_to_draw_from(self, tokens: int) -> None:
-        """They are a response's own, however sequences are packed."""
-        stock, rows, expected = model().double().eval(), [], []
-        for prompt, response in BATCH:
-            with torch.no_grad():
-                full = stock_log_softmax(stock, prompt, response)
-            for law, token in zip(full, response, strict=True):
-                left = sorted({token, *law.topk(3 + token % 9).indices.tolist()})
-                rows.append(left)
-                expected.append(law[left].log_softmax(0)[left.index(token)])
-        scores = policy(micro_batch_tokens=tokens).score(BATCH, mask=SamplingMask.of(rows))
-        torch.testing.assert_close(
-            torch.cat(scores), torch.stack(expected).float(), atol=3e-5, rtol=0
-        )
 
     def test_refuses_an_empty_response(self) -> None:
         with pytest.raises(ValueError, match=r"sequences\[1\] has 2 prompt and 0 response tokens"):
@@ -275,9 +249,8 @@ class TestChunkedLogprobs:
 
     @pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 10**9])
     @pytest.mark.parametrize("temperature", [0.01, 1.0, 1.6])
-    @pytest.mark.parametrize("masked", [False, True])
     def test_equals_autograd_through_all_logits(
-        self, chunk: int, temperature: float, masked: bool, monkeypatch: pytest.MonkeyPatch
+        self, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(chunked_logprobs, "CHUNK_ELEMENTS", chunk)
         torch.manual_seed(1)
@@ -285,16 +258,11 @@ class TestChunkedLogprobs:
         weight = torch.randn(VOCAB, 16, dtype=torch.float64, requires_grad=True)
         tokens = torch.randint(0, VOCAB, (10,))
         slope = torch.randn(10, dtype=torch.float64)
-        rows = [sorted({token, *range(token % 7)}) for token in tokens.tolist()]
-        removed = torch.full((10, VOCAB), masked)
-        for row, left in enumerate(rows):
-            removed[row, left] = False
-        logits = (hidden @ weight.t() / temperature).masked_fill(removed, -torch.inf)
-        full, mask = torch.log_softmax(logits, 1), SamplingMask.of(rows) if masked else None
+        full = torch.log_softmax(hidden @ weight.t() / temperature, 1)
         expected = at(full, tokens.tolist())
         correct = torch.autograd.grad(expected, [hidden, weight], slope, retain_graph=True)
         for wanted in (False, True):
-            values, entropies = token_logprobs(hidden, weight, tokens, temperature, wanted, mask)
+            values, entropies = token_logprobs(hidden, weight, tokens, temperature, wanted)
             torch.testing.assert_close(values, expected, atol=1e-11, rtol=0)
             found = torch.autograd.grad(values, [hidden, weight], slope)
             for left, right in zip(found, correct, strict=True):

@@ -85,35 +85,6 @@ def test_a_retracted_response_is_known_as_such(count) -> None:
     assert taken(begun(), answer([5, 6], num_retractions=count), sampling).retracted == (count > 0)
 
 
-def test_a_truncated_response_carries_what_was_left_to_draw_from() -> None:
-    sampling = Sampling(max_new_tokens=4, top_p=0.9, top_k=7)
-    assert sample_request(begun(), sampling)["return_sampling_mask"]
-    for other in (SAMPLING, Sampling(9, top_p=0.9, dense=True)):
-        assert "return_sampling_mask" not in sample_request(begun(), other)
-    masks = {
-        "output_token_sampling_mask": [[5], [1, 6], [7, 3, 9]],
-        "output_token_sampling_logprobs": [0.0, -0.5, -0.25],
-    }
-    aborted = answer([5, 6, 7], finish_reason={"type": "abort"}, **masks)
-    rollout = taken(begun(), aborted, sampling, stopped=True)
-    # A request that is stopped in the queue has neither tokens nor a mask.
-    queued = answer([], finish_reason={"type": "abort"})
-    rollout = taken(rollout, queued, sampling, stopped=True)
-    masks = {
-        "output_token_sampling_mask": [[2, 8], [9, 4]],
-        "output_token_sampling_logprobs": [-0.125, -2.0],
-    }
-    rollout = taken(rollout, answer([8, 9], **masks), sampling)
-    assert rollout.response_ids == (5, 6, 8, 9)
-    assert rollout.logprobs.tolist() == [0.0, -0.5, -0.125, -2.0]
-    assert rollout.sampling_mask is not None
-    assert rollout.sampling_mask.lengths.tolist() == [1, 2, 2, 2]
-    assert rollout.sampling_mask.ids.tolist() == [5, 1, 6, 2, 8, 9, 4]
-    masks["output_token_sampling_mask"].pop()
-    with pytest.raises(RolloutError, match="1 log-probs for 2 tokens"):
-        taken(begun(), answer([8, 9], **masks), sampling)
-
-
 def test_requests_leave_no_truncation_to_the_checkpoint() -> None:
     parameters = sample_request(begun(), SAMPLING)["sampling_params"]
     expected = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}

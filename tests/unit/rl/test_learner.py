@@ -68,7 +68,7 @@ def test_the_reference_scores_with_the_weights_from_before_training(sharp_llama:
     policy = new_policy(sharp_llama, "bfloat16")
     trained = Learner(config(), policy, ReferencePolicy(policy))
     whole = batch(3)
-    sequences = [rollout.parts for rollout in whole.rollouts]
+    sequences = [(one.prompt_ids, one.response_ids) for one in whole.rollouts]
     some = replace(whole, in_loss=torch.tensor([True, False, True]))
     # Packed as the reference packs them, because matrix products round by their shapes.
     first, last = policy.score(sequences[::2], TEMPERATURE)

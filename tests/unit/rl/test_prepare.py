@@ -14,7 +14,6 @@ from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import learner, trainer
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.runs import setup
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS, load_task
 
@@ -252,13 +251,3 @@ def test_a_check_says_what_the_run_would_say_of_its_folder(story, tmp_path, caps
         assert "was trained with None" in capsys.readouterr().err
     # The draft stays, as a run may still be writing it.
     assert draft.exists()
-
-
-def test_an_sglang_that_reports_no_masks_gets_no_truncation(tmp_path, byte_model, monkeypatch):
-    monkeypatch.setattr(setup, "reports_sampling_masks", lambda: False)
-    config = settings(byte_model, tmp_path / "run", "fixed-48")
-    truncated = config.rollout.model_copy(update={"top_k": 20})
-    with pytest.raises(
-        InputError, match="rollout.top_k=20: SGLang .* expected 0.5.16 or newer, or"
-    ):
-        prepare(config.model_copy(update={"rollout": truncated}))

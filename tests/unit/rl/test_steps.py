@@ -93,24 +93,21 @@ def spoil(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]) -> Non
     monkeypatch.setattr(loss, "policy_loss", spoilt)
 
 
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_k": 40, "top_p": 0.7}])
 @pytest.mark.parametrize("old_logprobs", ["scored", "update"])
 def test_a_run_is_of_one_distribution(
     model: str,
     tmp_path: Path,
     stand_ins: list[Sampler],
-    truncation: dict[str, float],
     old_logprobs: str,
 ) -> None:
     algorithm = {"kl_coefficient": 0.1, "old_logprobs": old_logprobs}
     config = settings(model, tmp_path / "run", algorithm=algorithm)
-    config["rollout"] |= {"temperature": 1.7} | truncation
+    config["rollout"] |= {"temperature": 1.7}
     trainer.train(TrainConfig.parse(config))
     # The reference policy is the policy of the first step, over the same tokens.
     assert rows(tmp_path / "run")[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-9)
     for row in rows(tmp_path / "run"):
-        # The policy scores the tokens at the temperature that they were sampled at, over the tokens
-        # that were left to draw from, ...
+        # The policy scores the tokens at the temperature that they were sampled at, ...
         assert row["training/rollout_probs_diff_max"] < 1e-4
         assert row["sparrow/ess_token"] == pytest.approx(1, abs=1e-6)
         # ... and is trained at it: its log-probs are those that it was scored with.

@@ -109,7 +109,7 @@ def test_unknown_tasks_and_options_are_refused(tmp_path: Path) -> None:
     for wrong in (0, "2", True):
         with pytest.raises(InputError, match=f"task.options.words={wrong!r} is not allowed"):
             load("story", options={"words": wrong})
-    assert set(TASKS) == {"math", "code", "story", "calculator", "files", "mix"}
+    assert set(TASKS) == {"math", "code", "story", "files", "mix"}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_files_and_columns_are_refused_of_tasks_that_read_none(field: str, value
             load_task(TaskConfig(name=name, **fields), render)
         return str(caught.value)
 
-    for name in ("story", "calculator", "mix"):
+    for name in ("story", "mix"):
         message = (
             f"task.{field}={value!r}: task {name!r} reads no files; expected it at one of the tasks"
             " math, code, files"
@@ -154,9 +154,6 @@ def anonymous(config, render):
 
 def named(config, render):
     return Task((), (), "reward")
-
-def silent(config, render):
-    return Task((), (), reward, lambda prompt, turns: None)
 """
 
 
@@ -171,7 +168,6 @@ def test_what_a_task_of_ones_own_returns_is_checked(
         ("nothing", "returned None: expected a Task"),
         ("anonymous", rf"has the reward <function anonymous.*>: {function}"),
         ("named", f"has the reward 'reward': {function}"),
-        ("silent", rf"has the reply <function silent.*>: {function}"),
     ]:
         with pytest.raises(InputError, match=f"task.name='own_task:{name}' {message}"):
             load(f"own_task:{name}")
