@@ -1,6 +1,6 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
 # make test    the tests
-# make unit    the tests that need neither engine nor server, in a minute or two
+# make unit    the tests that need neither engine nor server, in a minute
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make mutants break the code in known ways, and see that tests notice; WORD=audit chooses some

@@ -8,7 +8,6 @@ import ast
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +60,7 @@ def resolved(server_args: "ServerArgs") -> "ServerArgs":
 
 
 def resolve(server_args: "ServerArgs") -> None:
-    """Have SGLang decide on what the user left open, and check; until 0.5.17 `__init__` does it."""
+    """Have SGLang decide on what the user left open, and check; in 0.5.15 `__init__` does it."""
     record: Any = server_args
     if hasattr(record, "resolve_once"):
         record.resolve_once()
@@ -204,10 +203,8 @@ def add_server_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
 def _add_dataclass_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
     from sglang.srt.arg_groups import arg_utils
 
-    # Until 0.5.16 the configuration has no namespaces.
-    marks = [arg_utils.NS(_NAMESPACE)] if hasattr(arg_utils, "NS") else []
     for name, (kind, default, text) in fields.items():
-        annotation: Any = Annotated[(kind, text, *marks)]  # type: ignore[valid-type]
+        annotation: Any = Annotated[kind, text]
         field: Any = dataclasses.field(default=default)
         field.name, field.type, field.kw_only = name, annotation, True
         field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
@@ -223,10 +220,8 @@ def _add_dataclass_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
         original(self, *args, **kwargs)
 
     cls.__init__ = __init__
-    # These functions cache a result per class and may have been called before.
-    for memoised in ("namespace_of", "resolvable_fields"):
-        if hasattr(arg_utils, memoised):
-            getattr(arg_utils, memoised).cache_clear()
+    # It caches a result per class and may have been called before.
+    arg_utils.resolvable_fields.cache_clear()
 
 
 def config_file_merger(parser: Any) -> Any:
@@ -243,13 +238,9 @@ def rows_of_graphs(server_args: "ServerArgs", requests: int) -> int:
     try:
         from sglang.srt.utils.common import get_cuda_graph_max_batch_size
     except ImportError:
-        # Until 0.5.16 the padding is decided on while graphs are captured.
+        # In 0.5.15 the padding is chosen while graphs are captured.
         return server_args.cuda_graph_config.decode.max_bs
-    # Until 0.5.18 the function also takes the server's arguments.
-    if len(inspect.signature(get_cuda_graph_max_batch_size).parameters) == 2:
-        rows: int = get_cuda_graph_max_batch_size(server_args, requests)
-    else:
-        rows = get_cuda_graph_max_batch_size(requests)
+    rows: int = get_cuda_graph_max_batch_size(requests)
     return rows
 
 

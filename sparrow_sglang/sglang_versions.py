@@ -116,7 +116,7 @@ def request_of(fields: Mapping[str, Any]) -> Any:
     """SGLang's `GenerateReqInput` of `fields`.
 
     Fields that change only how top log-probs are written are left out where SGLang lacks them
-    (0.5.16).
+    (0.5.15).
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -146,7 +146,7 @@ def adapter_request(
         serialized = MultiprocessingSerializer.serialize(dict(tensors), output_str=True)
         fields["serialized_tensors"] = serialized
     else:
-        # Until 0.5.16 all ranks read one copy, but shared memory can be received only once.
+        # In 0.5.15 all ranks read one copy, but shared memory can be received only once.
         copies = pickle.dumps({key: tensor.cpu() for key, tensor in tensors.items()})
         fields["serialized_tensors"] = base64.b64encode(copies).decode()
     return LoadLoRAAdapterFromTensorsReqInput(**fields)
@@ -156,7 +156,7 @@ def logits_of(processor: Any, states: Any, lm_head: Any, metadata: Any) -> Any:
     """Logits [T, vocab] of hidden states [T, hidden], which no later call overwrites."""
     arguments: dict[str, Any] = {}
     if "use_logits_buffer" in inspect.signature(processor._get_logits).parameters:
-        # From 0.5.16 on the logits would lie in a buffer that the decode step uses, too.
+        # From 0.5.20 on the logits would lie in a buffer that the decode step uses, too.
         arguments["use_logits_buffer"] = False
     return processor._get_logits(states, lm_head, metadata, **arguments)
 
@@ -175,8 +175,8 @@ def prefilled_tokens(req: Any) -> int:
 
 def evicted_tokens(req: Any) -> int:
     """How many of a request's first tokens have lost their KV in a pool for sliding windows."""
-    # From 0.5.22 on each kind of pool has a count of its own. Until 0.5.17 the count lies in `kv`,
-    # and the lengths that `kv_of` is for in the request.
+    # From 0.5.22 on each kind of pool has a count of its own. In 0.5.15 the count lies in the
+    # request.
     names = ("max_evicted_seqlen", "swa_evicted_seqlen")
     holders = (getattr(req, "kv", None), req)
     tokens: int = next(getattr(h, name) for h in holders for name in names if hasattr(h, name))
@@ -257,8 +257,6 @@ def report_config(manager: Any, **fields: Any) -> None:
         # The engine reads the arguments, of which only the list of decisions can still change.
         decided = [entry for entry in record._resolved_overrides or () if entry[0] != source]
         record._resolved_overrides = [*decided, (source, fields)]
-    elif hasattr(record, "override"):
-        record.override(source, **fields)
     else:
         for name, value in fields.items():
             setattr(record, name, value)

@@ -1,4 +1,4 @@
-"""Properties in the reports of these tests, which tools/test_sglang.py counts."""
+"""Properties in the reports of these tests: device, versions and commit."""
 
 import os
 import signal

@@ -2,7 +2,6 @@
 install holds."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -60,7 +59,7 @@ def uv() -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository, as setuptools leaves build folders in the tree."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
         unwanted = shutil.ignore_patterns("__pycache__")
@@ -126,10 +125,11 @@ def test_an_editable_install_is_a_path_that_editors_can_follow(
     assert all((folder / path).is_file() for path in shipped())
 
 
-def test_the_version_stands_in_one_place() -> None:
-    version = PROJECT["version"]
-    repeated = re.compile(rf"(?<![\d.]){re.escape(version)}(?![\d.])")
-    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    assert [path for path in sources if repeated.search(path.read_text())] == []
-    newest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest is not None and newest[1] == version
+def test_a_clone_without_symbolic_links_is_refused_in_one_line(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    run("git", "-c", "core.symlinks=false", "clone", "-q", "--depth", "1", f"file://{ROOT}", clone)
+    build = [uv(), "build", *LOCAL_BUILD, "--wheel", "--out-dir", tmp_path / "dist", clone]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and not list(tmp_path.glob("dist/*.whl"))
+    lines = [line for line in done.stderr.splitlines() if "symbolic links" in line]
+    assert len(lines) == 1 and "sparrow_sglang/attention_backends" in lines[0]
