@@ -132,7 +132,15 @@ class SparrowAttnBackend(AttentionBackend):
         # Released and resumed together with the KV cache.
         with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.landmarks = {
-                layer_id: allocate_landmarks(num_pages, schedule.page_size, rule, kept, pool.dtype)
+                layer_id: allocate_landmarks(
+                    num_pages,
+                    schedule.page_size,
+                    len(self.kv_heads),
+                    pool.head_dim,
+                    kept,
+                    pool.dtype,
+                    pool.device,
+                )
                 for layer_id, kept in pairs.items()
             }
         on_cuda = model_runner.device == "cuda"

@@ -35,7 +35,7 @@ class DecodeShape:
             rows that keep more make their programs loop longer.
         page_size: tokens a page.
         kv_itemsize: bytes of a number in the KV pool, 2 or 1.
-        int4_landmarks: int4 landmarks of a page; 0 for one mean in 16 bits.
+        int4: landmarks are int4 codes, not means in 16 bits.
     """
 
     num_q_heads: int
@@ -45,7 +45,7 @@ class DecodeShape:
     usual_pages: int
     page_size: int
     kv_itemsize: int = 2
-    int4_landmarks: int = 0
+    int4: bool = False
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class DecodeShape:
             usual_pages=min(max_pages, max(schedule.budget_pages)),
             page_size=schedule.page_size,
             kv_itemsize=kv_itemsize,
-            int4_landmarks=schedule.selection.int4_landmarks(schedule.page_size),
+            int4=schedule.selection.int4,
         )
 
     @classmethod
@@ -119,7 +119,7 @@ class DecodeBuffers:
         batches = range(1, rows + 1)
         self.rows = rows
         self.select_launch = {
-            batch: select_launch(batch, heads, head_dim, max_pages, tuned_for, shape.int4_landmarks)
+            batch: select_launch(batch, heads, head_dim, max_pages, tuned_for, shape.int4)
             for batch in batches
         }
         self.decode_launch = {

@@ -8,7 +8,7 @@ import torch
 
 from sparrow_sglang.attention_backends.decode_buffers import EAGER_ROWS, DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
-from sparrow_sglang.attention_backends.kernels.checks import dependent_launch
+from sparrow_sglang.attention_backends.kernels.common import dependent_launch
 from sparrow_sglang.attention_backends.landmarks import Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 
@@ -176,7 +176,6 @@ class TritonPagedDecode:
                 recent_pages=self._schedule.recent_pages,
                 scratch=buffers.select_scratch,
                 launch=buffers.select_launch[batch],
-                best_head=self._schedule.selection.group_score == "best_head",
                 dependents=self._dependent,
             )
             decode.sparse_decode(

@@ -1,25 +1,30 @@
 """Limits of the GPU kernels, checked so that a server is refused before it loads a model.
 
-In: SGLang's ServerArgs and ModelConfig, a schedule. Out: one sentence per problem. The CPU path has
-no such limits.
+The CPU path has no such limits. Imports neither torch nor SGLang.
 """
 
 from typing import TYPE_CHECKING
 
-from sparrow_sglang.attention_backends.kernels.limits import (
-    FP8_CAPABILITY,
-    HEAD_DIMS,
-    INT4_LANDMARKS,
-    MAX_GROUP,
-    MAX_PAGES,
-    PAIRS_MULTIPLE,
-)
-from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.schedule import PAGE_SIZES as PAGE_SIZES
+from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_tp_size
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+"""Tiles of 80 and 96 columns are padded to 128."""
+MAX_GROUP = 16
+"""A group of query heads is one operand of the tensor cores, whose smallest M is 16."""
+MAX_PAGES = 32767
+"""The compaction of selected pages packs two page counts into one int32, 15 bits for the upper."""
+INT4_LANDMARKS = (4, 8)
+"""int4 landmarks of a page: a tile holds whole pages."""
+PAIRS_MULTIPLE = 8
+"""Lines of int4 codes start at multiples of 8 bytes."""
+FP8_CAPABILITY = (8, 9)
+"""Triton reads float8_e4m3fn from this compute capability on."""
 
 
 def max_context(page_size: int) -> int:
@@ -73,31 +78,13 @@ def fp8_problems(capability: tuple[int, int]) -> list[str]:
 
 def rule_problems(schedule: BudgetSchedule) -> list[str]:
     """Reasons why a GPU cannot serve a schedule's selection rule."""
-    rule, page_size = schedule.selection, schedule.page_size
-    if rule.is_published_form(page_size):
+    rule = schedule.selection
+    if rule.landmark_pairs is None or not (pairs := rule.pairs_kept(0)) % PAIRS_MULTIPLE:
         return []
-    where = f"schedule {schedule.name}: selection"
-    if rule.landmark_bits != 4:
-        return [
-            f"{where}.landmark_bits={rule.landmark_bits}: the GPU kernels take it only with"
-            " landmark_tokens and landmark_pairs null and group_score 'mean_query'; set it to 4,"
-            " or leave the others out"
-        ]
-    problems = []
-    per_page = rule.landmarks_per_page(page_size)
-    if per_page not in INT4_LANDMARKS:
-        allowed = ", ".join(str(page_size // count) for count in INT4_LANDMARKS)
-        problems.append(
-            f"{where}.landmark_tokens={rule.landmark_tokens}: the GPU kernels take {allowed} at"
-            f" page size {page_size}"
-        )
-    if rule.landmark_pairs is not None and (pairs := rule.pairs_kept(0)) % PAIRS_MULTIPLE:
-        of_head = "" if isinstance(rule.landmark_pairs, int) else " of each KV head"
-        problems.append(
-            f"{where}.landmark_pairs={pairs}{of_head}: the GPU kernels take multiples of"
-            f" {PAIRS_MULTIPLE}, or null for all"
-        )
-    return problems
+    return [
+        f"schedule {schedule.name}: selection.landmark_pairs={pairs} of each KV head: the GPU"
+        f" kernels take multiples of {PAIRS_MULTIPLE}, or null for all"
+    ]
 
 
 def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:

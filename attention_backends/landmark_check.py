@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
 from sparrow_sglang.sglang_versions import is_empty, kv_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def check_landmarks(scheduler: "Scheduler") -> None:
         keys = backend.token_to_kv_pool.get_key_buffer(layer_id)
         k_pages = keys.view(-1, backend.schedule.page_size, *keys.shape[1:])[pages]
         stored = landmarks.at(pages)
-        expected = reference.page_landmarks(k_pages, backend.schedule.selection, stored.pairs)
+        pairs = stored.pairs if isinstance(stored, Int4Landmarks) else None
+        expected = reference.page_landmarks(k_pages, pairs)
         error = (stored.values() - expected.values()).abs()
         wrong = error > expected.rounding()
         if wrong.any():

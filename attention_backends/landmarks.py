@@ -1,7 +1,7 @@
 """Landmarks of one layer as they are stored, in 16 bits or more or as int4 codes with fp16 scales.
 
 Both are indexed by physical page: a prefix-cache hit has the landmarks of its pages in place. M is
-the number of landmarks per page and C the number of stored channels: the first members of the kept
+the number of int4 landmarks per page and C that of their channels: the first members of the kept
 rotary pairs, then the second ones.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 
 FP8 = torch.float8_e4m3fn
 """The only dtype of a KV pool that has scales: a key is k_scale times what the pool holds."""
@@ -19,26 +19,24 @@ _FP32_ERROR = 1e-6
 
 
 class MeanLandmarks(NamedTuple):
-    """Landmarks in the dtype that `landmark_dtype` gives.
+    """The published rule's landmarks, in the dtype that `landmark_dtype` gives.
 
     Attributes:
-        means: [pages, Hkv, M, C].
-        pairs: [Hkv, C/2] int64, the rotary pairs kept, see `kept_pairs`; None for all of them.
+        means: [pages, Hkv, 1, D].
     """
 
     means: torch.Tensor
-    pairs: torch.Tensor | None = None
 
     def at(self, pages: torch.Tensor) -> "MeanLandmarks":
-        """Those of `pages`, [*pages.shape, Hkv, M, ...]."""
-        return MeanLandmarks(self.means[pages], self.pairs)
+        """Those of `pages`, [*pages.shape, Hkv, 1, D]."""
+        return MeanLandmarks(self.means[pages])
 
     def write(self, pages: torch.Tensor, landmarks: "MeanLandmarks") -> None:
         """Replace those of `pages` [P] by `landmarks`, in place."""
         self.means[pages] = landmarks.means
 
     def values(self) -> torch.Tensor:
-        """[pages, Hkv, M, C] in fp32."""
+        """[pages, Hkv, 1, D] in fp32."""
         return self.means.float()
 
     def rounding(self) -> torch.Tensor:
@@ -54,15 +52,15 @@ class Int4Landmarks(NamedTuple):
         codes: [pages, Hkv, M, C/2] uint8; byte j holds 8 + code of the first member of stored pair
             j in its low four bits, and 8 + code of the second member in its high ones.
         scales: [pages, Hkv, M] fp16.
-        pairs: [Hkv, C/2] int64, the rotary pairs kept, see `kept_pairs`; None for all of them.
+        pairs: [Hkv, C/2] int64, the rotary pairs kept, ascending.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
-    pairs: torch.Tensor | None = None
+    pairs: torch.Tensor
 
     @classmethod
-    def of(cls, means: torch.Tensor, pairs: torch.Tensor | None = None) -> "Int4Landmarks":
+    def of(cls, means: torch.Tensor, pairs: torch.Tensor) -> "Int4Landmarks":
         """Quantize `means` [pages, Hkv, M, C] in fp32; codes are rounded half to even.
 
         The scale, max |mean| / 7, is rounded to fp16 first. A code is 0 where the scale is 0.
@@ -110,34 +108,44 @@ def landmark_dtype(kv_dtype: torch.dtype) -> torch.dtype:
 
 def kept_pairs(
     rule: SelectionRule,
-    layer: int | None,
+    layer: int,
     heads: range,
     head_dim: int,
     device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """Rotary pairs that a layer's landmarks keep for its KV `heads`, ascending, [Hkv, C/2] int64.
+) -> torch.Tensor | None:
+    """Rotary pairs that a layer's int4 landmarks keep for its KV `heads`, [Hkv, C/2] int64.
 
-    `layer` may be None where the rule keeps the same pairs in all layers.
+    None under the published rule, whose landmarks keep all.
     """
-    pairs = rule.pairs_of(layer, heads.stop, head_dim)[heads.start : heads.stop]
+    if not rule.int4:
+        return None
+    if rule.landmark_pairs is None:
+        pairs = torch.arange(head_dim // 2).expand(len(heads), -1).contiguous()
+    else:
+        pairs = torch.tensor(rule.landmark_pairs[layer][heads.start : heads.stop])
     # A trainer calls this in every layer and must not wait for so small a copy.
-    return torch.from_numpy(pairs).to(device, non_blocking=True)
+    return pairs.to(device, non_blocking=True)
 
 
 def allocate_landmarks(
-    num_pages: int, page_size: int, rule: SelectionRule, pairs: torch.Tensor, dtype: torch.dtype
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    pairs: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> Landmarks:
     """Landmarks, all 0, for a KV pool of `num_pages` pages whose keys are of `dtype`.
 
-    `pairs` [Hkv, C/2] are those of `kept_pairs`.
+    `pairs` are those of `kept_pairs`: int4 landmarks keep them, means have none.
     """
-    num_kv_heads, count = pairs.shape
-    rows = (num_pages, num_kv_heads, rule.landmarks_per_page(page_size))
-    if rule.landmark_bits == 4:
-        return Int4Landmarks(
-            torch.full((*rows, count), 8 << 4 | 8, dtype=torch.uint8, device=pairs.device),
-            torch.zeros(rows, dtype=torch.float16, device=pairs.device),
-            pairs,
-        )
-    means = torch.zeros(*rows, 2 * count, dtype=landmark_dtype(dtype), device=pairs.device)
-    return MeanLandmarks(means, pairs)
+    if pairs is None:
+        shape = (num_pages, num_kv_heads, 1, head_dim)
+        return MeanLandmarks(torch.zeros(shape, dtype=landmark_dtype(dtype), device=device))
+    rows = (num_pages, num_kv_heads, page_size // int4_landmark_tokens(page_size))
+    return Int4Landmarks(
+        torch.full((*rows, pairs.shape[1]), 8 << 4 | 8, dtype=torch.uint8, device=device),
+        torch.zeros(rows, dtype=torch.float16, device=device),
+        pairs,
+    )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.landmarks import Landmarks
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 
 
@@ -100,7 +100,7 @@ class TorchPagedDecode:
 
     Args:
         budgets: the KV budget by length and request; the active schedule supplies page size,
-            sinks, recent pages and the selection rule, which all others share.
+            sinks and recent pages, which all others share.
         req_to_token: [requests, max tokens], SGLang's token table.
     """
 
@@ -110,7 +110,6 @@ class TorchPagedDecode:
         self._page_size = schedule.page_size
         self._sink_pages = schedule.sink_pages
         self._recent_pages = schedule.recent_pages
-        self._rule = schedule.selection
         self._budgets = budgets
         self._req_to_token = req_to_token
         self._pages: PageTable
@@ -155,9 +154,8 @@ class TorchPagedDecode:
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         if self._full_pages.numel():
             k_pages = k_buffer.view(-1, self._page_size, *k_buffer.shape[1:])
-            computed: Any = reference.page_landmarks(
-                k_pages[self._full_pages], self._rule, landmarks.pairs
-            )
+            pairs = landmarks.pairs if isinstance(landmarks, Int4Landmarks) else None
+            computed: Any = reference.page_landmarks(k_pages[self._full_pages], pairs)
             landmarks.write(self._full_pages, computed)
 
     def decode(
@@ -175,7 +173,7 @@ class TorchPagedDecode:
         pages = self._pages
         num_selected = self._num_selected[layer_id if len(self._num_selected) > 1 else 0]
         selected = reference.select_pages(
-            reference.score_pages(q, landmarks, pages.physical, self._rule),
+            reference.score_pages(q, landmarks, pages.physical),
             pages.num_pages,
             num_selected,
             self._sink_pages,

@@ -11,41 +11,32 @@ from sparrow_sglang.attention_backends.landmarks import (
     Int4Landmarks,
     Landmarks,
     MeanLandmarks,
-    kept_pairs,
     landmark_dtype,
 )
-from sparrow_sglang.selection import SelectionRule
-
-_PUBLISHED = SelectionRule()
+from sparrow_sglang.selection import int4_landmark_tokens
 
 
-def page_landmarks(
-    k_pages: torch.Tensor, rule: SelectionRule = _PUBLISHED, pairs: torch.Tensor | None = None
-) -> Landmarks:
+def page_landmarks(k_pages: torch.Tensor, pairs: torch.Tensor | None = None) -> Landmarks:
     """The landmarks of full pages: means of cached (post-RoPE) keys, as they are stored.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool; of an FP8 pool
             without its scale, see `landmark_dtype`.
-        rule: how many landmarks a page has, and their bits.
-        pairs: [Hkv, C/2] int64, the rotary pairs that landmarks of the layer keep, from
-            `kept_pairs`; may be None if the rule keeps the same pairs in all layers.
+        pairs: [Hkv, C/2] int64, the rotary pairs that int4 landmarks of the layer keep; None for
+            the published rule's mean of the whole page.
 
     Returns:
         Landmarks of the P pages; means are taken in fp32, and rounded once.
     """
-    landmarks_per_page = rule.landmarks_per_page(k_pages.shape[1])
-    groups = k_pages.unflatten(1, (landmarks_per_page, -1))
-    means = groups.mean(dim=2, dtype=torch.float32).transpose(1, 2)
+    page_size = k_pages.shape[1]
+    tokens = page_size if pairs is None else int4_landmark_tokens(page_size)
+    means = k_pages.unflatten(1, (-1, tokens)).mean(dim=2, dtype=torch.float32).transpose(1, 2)
     if pairs is None:
-        pairs = kept_pairs(rule, None, range(k_pages.shape[2]), k_pages.shape[3], k_pages.device)
-    means = stored_channels(means, pairs)
-    if rule.landmark_bits == 4:
-        return Int4Landmarks.of(means, pairs)
-    return MeanLandmarks(means.to(landmark_dtype(k_pages.dtype)), pairs)
+        return MeanLandmarks(means.to(landmark_dtype(k_pages.dtype)))
+    return Int4Landmarks.of(stored_channels(means, pairs), pairs)
 
 
-def stored_channels(vectors: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+def stored_channels(vectors: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """The channels [..., Hkv, N, C] of keys or queries [..., Hkv, N, D] that landmarks keep.
 
     Pair i of the D/2 rotary pairs is (i, i + D/2), as in GPT-NeoX. The first members of `pairs`
@@ -53,54 +44,49 @@ def stored_channels(vectors: torch.Tensor, pairs: torch.Tensor | None) -> torch.
     unchanged.
     """
     half = vectors.shape[-1] // 2
-    if pairs is None or pairs.shape[-1] == half:
+    if pairs.shape[-1] == half:
         return vectors
     channels = torch.cat([pairs, pairs + half], dim=-1)[:, None]
     return vectors.gather(-1, channels.expand(*vectors.shape[:-1], -1))
 
 
-def group_queries(
-    q: torch.Tensor, num_kv_heads: int, rule: SelectionRule, pairs: torch.Tensor | None
-) -> torch.Tensor:
-    """The queries that score for each KV head: [..., Hkv, 1 or group, C] fp32 of q [..., Hq, D]."""
+def group_queries(q: torch.Tensor, num_kv_heads: int, pairs: torch.Tensor | None) -> torch.Tensor:
+    """The queries that score for each KV head: [..., Hkv, 1 or group, C] fp32 of q [..., Hq, D].
+
+    The mean of the heads that share a KV head under the published rule, where `pairs` is None;
+    each of them where landmarks are int4.
+    """
     groups = q.float().unflatten(-2, (num_kv_heads, -1))
-    if rule.group_score == "mean_query":
-        groups = groups.mean(dim=-2, keepdim=True)
+    if pairs is None:
+        return groups.mean(dim=-2, keepdim=True)
     return stored_channels(groups, pairs)
 
 
-def score_pages(
-    q: torch.Tensor,
-    landmarks: Landmarks,
-    page_table: torch.Tensor,
-    rule: SelectionRule = _PUBLISHED,
-) -> torch.Tensor:
+def score_pages(q: torch.Tensor, landmarks: Landmarks, page_table: torch.Tensor) -> torch.Tensor:
     """Score every page by query · landmark in fp32: the largest product that the page gives.
 
-    The maximum is over the page's landmarks, and under "best_head" also over the query heads that
-    share a KV head; a product that is not a number does not count. Under "mean_query" the query is
-    the mean of these heads.
+    With int4 landmarks, the maximum is over the page's landmarks and the query heads that share a
+    KV head; a product that is not a number does not count. Otherwise the query is the mean of these
+    heads.
 
     Args:
         q: [B, Hq, D], queries after RoPE; Hq is a multiple of Hkv.
         landmarks: those of a layer, indexed by physical page.
         page_table: [B, N], physical page of each logical page; entries past a request's end may
             name any existing page.
-        rule: the one by which the landmarks were made.
 
     Returns:
         [B, Hkv, N] in fp32.
     """
     kept = landmarks.at(page_table)
-    if isinstance(kept, Int4Landmarks):
-        vectors, scales = kept.unpacked(), kept.scales.float()
-        queries = group_queries(q, vectors.shape[2], rule, kept.pairs)
-        products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
-        products *= scales.transpose(1, 2)[..., None, :]
+    if isinstance(kept, MeanLandmarks):
+        vectors, pairs = kept.values(), None
     else:
-        vectors = kept.values()
-        queries = group_queries(q, vectors.shape[2], rule, kept.pairs)
-        products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
+        vectors, pairs = kept.unpacked(), kept.pairs
+    queries = group_queries(q, vectors.shape[2], pairs)
+    products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
+    if isinstance(kept, Int4Landmarks):
+        products *= kept.scales.float().transpose(1, 2)[..., None, :]
     return best_product(products)
 
 

@@ -18,7 +18,7 @@ _SHARED = ("page_size", "sink_pages", "recent_pages")
 
 def _shared_fields(schedule: BudgetSchedule) -> dict[str, Any]:
     """The values that all schedules of a server must have in common, by field."""
-    rule = schedule.selection.form(schedule.page_size)
+    rule = schedule.selection.model_dump(exclude={"layer_weights"})
     return {field: getattr(schedule, field) for field in _SHARED} | {
         f"selection.{field}": value for field, value in rule.items()
     }

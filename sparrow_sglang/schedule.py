@@ -42,7 +42,7 @@ from sparrow_sglang.json_values import (
     read_object,
     require_portable,
 )
-from sparrow_sglang.selection import SelectionRule, weighted_pages
+from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens, weighted_pages
 from sparrow_sglang.validation import first_problem
 
 PAGE_SIZES = (16, 32, 64)
@@ -142,11 +142,11 @@ class BudgetSchedule(BaseModel):
         return self
 
     def _check_selection(self) -> None:
-        tokens = self.selection.landmark_tokens
-        if tokens is not None and self.page_size % tokens:
+        expected = int4_landmark_tokens(self.page_size)
+        if self.selection.int4 and self.selection.landmark_tokens != expected:
             raise ValueError(
-                f"selection.landmark_tokens={tokens}: expected a divisor of"
-                f" page_size={self.page_size}, or null"
+                f"selection.landmark_tokens={self.selection.landmark_tokens}: expected {expected}"
+                f" with page_size={self.page_size}"
             )
         if self.selection.layer_weights is None:
             return

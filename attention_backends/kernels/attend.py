@@ -6,7 +6,10 @@ In: the queries of a group, the KV pool, page ids. Out: the queries' outputs and
 import triton
 import triton.language as tl
 
-from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask
+from sparrow_sglang.attention_backends.kernels.common import (
+    head_columns,
+    head_mask,
+)
 
 # The interpreter has no inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

@@ -12,18 +12,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS, MAX_GROUP, PAGE_SIZES
 from sparrow_sglang.attention_backends.kernels.attend import attend, half_queries
-from sparrow_sglang.attention_backends.kernels.checks import (
+from sparrow_sglang.attention_backends.kernels.common import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     check_contiguous,
     check_member,
     check_tensor,
     group_size,
+    head_columns,
+    head_mask,
     sm_count,
+    store_head,
 )
-from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, store_head
-from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, MAX_GROUP, PAGE_SIZES
 
 _LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64

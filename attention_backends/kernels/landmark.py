@@ -4,16 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.attention_backends.kernels.checks import (
+from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS, PAGE_SIZES
+from sparrow_sglang.attention_backends.kernels.common import (
     INDEX_DTYPES,
     KV_DTYPES,
     check_contiguous,
     check_landmarks,
     check_member,
     check_tensor,
+    head_columns,
+    pair_columns,
+    store_head,
 )
-from sparrow_sglang.attention_backends.kernels.heads import head_columns, pair_columns, store_head
-from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, PAGE_SIZES
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 # One thread reads 16 bytes of a row: 1024 columns of 2 bytes are 4 warps side by side, each thread

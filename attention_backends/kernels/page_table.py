@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.attention_backends.kernels.checks import (
+from sparrow_sglang.attention_backends.kernel_limits import PAGE_SIZES
+from sparrow_sglang.attention_backends.kernels.common import (
     INDEX_DTYPES,
     check_member,
     check_tensor,
 )
-from sparrow_sglang.attention_backends.kernels.limits import PAGE_SIZES
 
 NO_CAP = 2**31 - 1
 _BLOCK = 256

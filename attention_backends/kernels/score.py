@@ -7,7 +7,11 @@ scores, in global memory.
 import triton
 import triton.language as tl
 
-from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask, pair_columns
+from sparrow_sglang.attention_backends.kernels.common import (
+    head_columns,
+    head_mask,
+    pair_columns,
+)
 from sparrow_sglang.attention_backends.kernels.topk import order_keys
 
 # The interpreter has no inline assembly.
@@ -63,33 +67,6 @@ def score_pages(
 
 
 @triton.jit
-def _score_query(
-    q_group: tl.tensor,
-    channel: tl.tensor,
-    exists: tl.tensor,
-    BEST_HEAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
-    """fp32 queries [channels, COLUMNS], each in four columns; 0 in padding.
-
-    Under BEST_HEAD these are the heads of the group, some of them twice; else their mean.
-    """
-    if BEST_HEAD:
-        head = (tl.arange(0, COLUMNS) // 4) % GROUP
-        at = q_group + head[None, :] * D + channel[:, None]
-        return tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32)
-    else:
-        member = tl.arange(0, GROUP_PAD)
-        mask = (member[:, None] < GROUP) & exists[None, :]
-        heads = tl.load(q_group + member[:, None] * D + channel[None, :], mask=mask, other=0.0)
-        mean = tl.sum(heads.to(tl.float32), axis=0) / GROUP
-        return tl.broadcast_to(mean[:, None], (mean.shape[0], COLUMNS))
-
-
-@triton.jit
 def _unpack(codes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Both codes of each byte in int8: the lower four bits as 8 + code, the upper as 16 * code."""
     if INTERPRETED:
@@ -117,7 +94,6 @@ def score_int4_pages(
     keys: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    BEST_HEAD: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     HEADS: tl.constexpr,
@@ -136,7 +112,7 @@ def score_int4_pages(
     no page.
     """
     # Columns 4h to 4h + 3 hold the digits of query h; tensor cores take 8 columns or more.
-    COLUMNS: tl.constexpr = 4 * GROUP_PAD if BEST_HEAD and GROUP_PAD > 1 else 8
+    COLUMNS: tl.constexpr = max(4 * GROUP_PAD, 8)
     ROWS: tl.constexpr = LANDMARKS * BLOCK
     pair = pair_columns(PAIRS)
     WIDTH: tl.constexpr = pair.shape[0]
@@ -146,7 +122,11 @@ def score_int4_pages(
     of_pair = tl.arange(0, 2 * WIDTH) // (2 * RUN) * RUN + tl.arange(0, 2 * WIDTH) % RUN
     exists = of_pair < PAIRS
     channel = tl.load(pairs + head * PAIRS + of_pair, mask=exists, other=0) + member * (D // 2)
-    query = _score_query(q_group, channel, exists, BEST_HEAD, GROUP, GROUP_PAD, D, COLUMNS)
+    # Padding columns repeat heads of the group, which changes no maximum.
+    of_head = (tl.arange(0, COLUMNS) // 4) % GROUP
+    query = tl.load(
+        q_group + of_head[None, :] * D + channel[:, None], mask=exists[:, None], other=0.0
+    ).to(tl.float32)
     largest = tl.max(tl.abs(query), 0)
     finite = (tl.max((query != query).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
     # 2**exponent in fp32 is (127 + exponent) << 23; below 30 the digits' units would be denormal.

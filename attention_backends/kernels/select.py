@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sparrow_sglang.attention_backends.kernels.checks import (
+from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS, MAX_PAGES, PAGE_SIZES
+from sparrow_sglang.attention_backends.kernels.common import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     KV_DTYPES,
@@ -20,11 +21,11 @@ from sparrow_sglang.attention_backends.kernels.checks import (
     check_member,
     check_tensor,
     group_size,
+    head_columns,
+    head_mask,
     sm_count,
 )
-from sparrow_sglang.attention_backends.kernels.heads import head_columns, head_mask
 from sparrow_sglang.attention_backends.kernels.landmark import update_landmark_of_last_page
-from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS, MAX_PAGES, PAGE_SIZES
 from sparrow_sglang.attention_backends.kernels.score import (
     score_int4_pages,
     score_pages,
@@ -39,11 +40,10 @@ _MMA_COLUMNS = 16
 _SHORT_ROW = 512
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2
-# int4 landmarks of a tile, by the largest head dimension for which registers hold that many. With
-# eight landmarks a page a tile has twice as many: in a tile of fewer pages, the landmarks of a page
-# would be compared across warps.
-_INT4_TILES = {128: 256, 256: 64}
-_PER_PAGE = 4
+# Pages of an int4 tile, by the largest head dimension for which registers hold their landmarks. It
+# has as many where a page has eight landmarks: in a smaller tile, those of a page would be compared
+# across warps.
+_INT4_PAGES = {128: 64, 256: 16}
 # Triton divides the stages between a tile and the page ids loaded before it: with fewer than five,
 # the load of a tile is issued only when the previous tile has been scored.
 _INT4_STAGES = 5
@@ -76,18 +76,17 @@ def select_launch(
     head_dim: int,
     max_pages: int,
     device: torch.device,
-    int4_landmarks: int = 0,
+    int4: bool = False,
 ) -> SelectLaunch:
     """One wave of programs: long rows are split, many rows get smaller tiles instead.
 
     Args:
-        int4_landmarks: int4 landmarks of a page; 0 for one mean in 16 bits.
+        int4: landmarks are int4 codes, not means in 16 bits.
     """
     rows = batch * num_kv_heads
     slots = _PROGRAMS_PER_SM * sm_count(device)
-    if int4_landmarks:
-        tile = next(tile for dim, tile in _INT4_TILES.items() if head_dim <= dim)
-        block_pages = tile // min(int4_landmarks, _PER_PAGE)
+    if int4:
+        block_pages = next(pages for dim, pages in _INT4_PAGES.items() if head_dim <= dim)
         splits = max(1, min(slots // rows, triton.cdiv(max_pages, block_pages)))
         return SelectLaunch(splits=splits, block_pages=block_pages, stages=_INT4_STAGES)
     if rows > slots:
@@ -139,7 +138,6 @@ def _select_kernel(
     UPDATE_LANDMARK: tl.constexpr,
     LANDMARKS: tl.constexpr,
     PAIRS: tl.constexpr,
-    BEST_HEAD: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     MMA_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,7 +214,6 @@ def _select_kernel(
                     row_keys,
                     first,
                     end,
-                    BEST_HEAD,
                     GROUP,
                     GROUP_PAD,
                     HEADS,
@@ -317,7 +314,6 @@ def select_pages(
     scratch: SelectScratch,
     launch: SelectLaunch,
     update_landmark: bool = True,
-    best_head: bool = False,
     dependents: bool = False,
 ) -> None:
     """Choose the pages of one decode step of one layer, as `reference.select_pages` defines them.
@@ -325,8 +321,9 @@ def select_pages(
     Args:
         q: [bs, Hq, D], queries after RoPE; 1 to 16 query heads for each KV head.
         k_buffer: [num_slots, Hkv, D], contiguous; the current token's key is in it already.
-        landmarks: means of whole pages in the dtype of the keys, or int4 ones; with update_landmark
-            those of each page that the current token filled are written.
+        landmarks: means of whole pages, by which the mean query of a group scores, or int4 ones, by
+            which the best head scores; with update_landmark those of each page that the current
+            token filled are written.
         page_table: [bs, max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, the current token included.
         num_selected: [bs] int32, pages to keep of each row: all of them, or at least
@@ -334,8 +331,6 @@ def select_pages(
         page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
         recent_pages: at least 1: the page being written is never scored.
-        best_head: score a page by the best of the group's heads, which needs int4 landmarks;
-            otherwise by the mean of their queries.
         dependents: the next launch of the stream is `sparse_decode` with `after_select`, and
             `checks.dependent_launch` allows it.
     """
@@ -358,8 +353,6 @@ def select_pages(
         stored: tuple[torch.Tensor | None, ...] = landmarks
         count, pairs = landmarks.codes.shape[2:]
     else:
-        if best_head:
-            raise ValueError("group_score 'best_head' is not supported with landmarks of 16 bits")
         stored, count = (landmarks.means,) * 3, 1
     _select_kernel[(batch * num_kv_heads, launch.splits)](
         q,
@@ -385,7 +378,6 @@ def select_pages(
         UPDATE_LANDMARK=update_landmark,
         LANDMARKS=count,
         PAIRS=pairs,
-        BEST_HEAD=best_head,
         GROUP_PAD=triton.next_power_of_2(group),
         MMA_COLUMNS=_MMA_COLUMNS,
         BLOCK=launch.block_pages,

@@ -85,7 +85,7 @@ class Pools:
 
 
 def _random_landmarks(pages: int, rule: SelectionRule) -> Landmarks:
-    if rule.is_published_form(PAGE_SIZE):
+    if not rule.int4:
         size = (pages, NUM_KV_HEADS, 1, HEAD_DIM)
         return MeanLandmarks(torch.randn(size, dtype=torch.bfloat16, device="cuda"))
     rows = (pages, NUM_KV_HEADS, rule.landmarks_per_page(PAGE_SIZE))
@@ -94,6 +94,7 @@ def _random_landmarks(pages: int, rule: SelectionRule) -> Landmarks:
     scales = torch.rand(rows, device="cuda").half() / 4
     # If a rule chooses the kept pairs by layer, use those of the first layer.
     pairs = kept_pairs(rule, 0, range(NUM_KV_HEADS), HEAD_DIM, "cuda")
+    assert pairs is not None
     return Int4Landmarks(first | second << 4, scales, pairs)
 
 
@@ -167,7 +168,7 @@ class SelectCase:
             HEAD_DIM,
             shape.pages,
             device,
-            pools.rule.int4_landmarks(PAGE_SIZE),
+            pools.rule.int4,
         )
 
     def launches(self, launch: SelectLaunch) -> list[Launch]:
@@ -185,7 +186,6 @@ class SelectCase:
                 recent_pages=RECENTS,
                 scratch=self.scratch,
                 launch=launch,
-                best_head=self.pools.rule.group_score == "best_head",
             )
 
         return [one(which) for which in range(len(self.q))]
@@ -201,9 +201,7 @@ class SelectCase:
         table, lengths = self.tables[0][rows], self.seq_lens[rows]
         num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
         kept = self.shape.kept(lengths)
-        scores = reference.score_pages(
-            self.q[0][rows], self.pools.landmarks, table.long(), self.pools.rule
-        )
+        scores = reference.score_pages(self.q[0][rows], self.pools.landmarks, table.long())
         wanted = reference.select_pages(scores, num_pages, kept, SINKS, RECENTS)
         position = torch.zeros(self.pools.landmark_pages, dtype=torch.long, device="cuda")
         worst = 0.0

@@ -30,7 +30,6 @@ from sparrow_sglang.attention_backends.reference import (
 from sparrow_sglang.rl.policy.packed_attention import causal_attention, like_lengths, padding
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
 
 ATTENTION = "sparrow_packed"
 
@@ -91,14 +90,14 @@ class SparseRule:
         positions = padding(late, query.device).source
         read = self.pages_read(schedule.num_pages(length), layer, query.device)
         products_of_row = count * heads * schedule.num_pages(length) * landmarks.shape[3]
-        if schedule.selection.group_score == "best_head":
+        if schedule.selection.int4:
             products_of_row *= query.shape[1] // heads
         rows = _rows_at_once(products_of_row)
         for first in range(0, query.shape[2], rows):
             last = min(first + rows, query.shape[2])
             end = min(max(start for start, _ in late) + last, length)
             scored = landmarks[:, :, : end // schedule.page_size]
-            scores = page_scores(query[:, :, first:last], scored, schedule.selection, pairs)
+            scores = page_scores(query[:, :, first:last], scored, pairs)
             # A partial page has no score; it is the last page, which is always kept.
             scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
             pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
@@ -226,7 +225,6 @@ def attend_by_rows(
 def page_scores(
     query: torch.Tensor,
     landmarks: torch.Tensor,
-    selection: SelectionRule,
     pairs: torch.Tensor | None,
 ) -> torch.Tensor:
     """Scores of full pages as by `reference.score_pages`: fp32 [S, Hkv, R, pages], with gradient.
@@ -234,7 +232,7 @@ def page_scores(
     `query` is [S, Hq, R, D]; `landmarks` [S, Hkv, pages, M, C] and `pairs` are as of
     `stored_landmarks`.
     """
-    queries = group_queries(query.transpose(1, 2), landmarks.shape[1], selection, pairs)
+    queries = group_queries(query.transpose(1, 2), landmarks.shape[1], pairs)
     queries = queries.permute(0, 2, 3, 1, 4)
     products = queries @ landmarks.flatten(2, 3).transpose(2, 3)[:, :, None]
     products = products.unflatten(-1, (-1, landmarks.shape[3]))
@@ -262,7 +260,7 @@ def stored_landmarks(
     full = length // schedule.page_size
     pages = key[:, :, : full * schedule.page_size].transpose(1, 2)
     pages = pages.reshape(-1, schedule.page_size, heads, dim)
-    values = page_landmarks(pages, schedule.selection, pairs).values()
+    values = page_landmarks(pages, pairs).values()
     return values.unflatten(0, (count, full)).transpose(1, 2), pairs
 
 

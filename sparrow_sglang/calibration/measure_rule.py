@@ -32,7 +32,6 @@ from sparrow_sglang.calibration.rule import (
     dense_schedule,
     even_schedule,
     landmark_rule,
-    landmark_tokens,
     rule_settings,
     sensitivities,
     sensitivity_schedule,
@@ -49,7 +48,7 @@ from sparrow_sglang.hf_config import (
 from sparrow_sglang.mismatch.token_bins import whole_pages
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 
 PROMPTS = 16
 
@@ -115,7 +114,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     `attention_backends.pair_variance` sums it over the latest queries of each prefill pass; it is 0
     in layers without landmarks. Raises `CalibrationError` if the engine dies.
     """
-    tokens = landmark_tokens(job.page_size)
+    tokens = int4_landmark_tokens(job.page_size)
     step = _step_of(job, "pairs", _even(job, SelectionRule()), landmark_tokens=tokens)
     path = step.work.path / "variances.json"
     if path.exists():

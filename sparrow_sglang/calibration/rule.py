@@ -20,12 +20,8 @@ from numpy.typing import NDArray
 from sparrow_sglang.calibration.choice import CONFIDENCE, Tokens
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.selection import PairLists, SelectionRule
+from sparrow_sglang.selection import PairLists, SelectionRule, int4_landmark_tokens
 
-# Landmarks of two tokens rank pages better, but a step reads twice as many.
-LANDMARK_TOKENS = 4
-# The GPU kernels take no more of them.
-MOST_LANDMARKS = 8
 MOST_DENSE = 2
 # The context divided by the first is what the sparse layer reads while sensitivities are measured;
 # divided by the second, what all layers read on average while sets of dense layers are compared.
@@ -70,15 +66,10 @@ def variance_kept(variances: NDArray[np.float64], pairs: PairLists) -> list[list
     return [[round(value, 4) for value in layer] for layer in share]
 
 
-def landmark_tokens(page_size: int) -> int:
-    """Tokens of a landmark: four, or more where a page would have too many landmarks."""
-    return max(LANDMARK_TOKENS, page_size // MOST_LANDMARKS)
-
-
-def landmark_rule(pairs: PairLists | int, page_size: int = PAGE_SIZE) -> SelectionRule:
-    """int4 landmarks in these rotary pairs, best head, equal budgets per layer."""
+def landmark_rule(pairs: PairLists | None, page_size: int = PAGE_SIZE) -> SelectionRule:
+    """int4 landmarks in these rotary pairs, equal budgets per layer."""
     return SelectionRule(
-        landmark_tokens=landmark_tokens(page_size),
+        landmark_tokens=int4_landmark_tokens(page_size),
         landmark_bits=4,
         landmark_pairs=pairs,
         group_score="best_head",
@@ -88,7 +79,7 @@ def landmark_rule(pairs: PairLists | int, page_size: int = PAGE_SIZE) -> Selecti
 def rule_settings(rule: SelectionRule) -> dict[str, Any]:
     """The fields of a rule as settings of a measurement; lists of rotary pairs become a digest."""
     fields = rule.model_dump(mode="json")
-    if isinstance(rule.landmark_pairs, tuple):
+    if rule.landmark_pairs is not None:
         text = json.dumps(fields["landmark_pairs"])
         fields["landmark_pairs"] = hashlib.sha256(text.encode()).hexdigest()
     return fields
@@ -249,7 +240,9 @@ def describe_rule(choice: RuleChoice) -> str:
 
 
 def with_weights(rule: SelectionRule, weights: Sequence[float]) -> SelectionRule:
-    """`rule` with the budget divided among layers by `weights`."""
+    """An int4 `rule` with the budget divided among layers by `weights`; another as it is."""
+    if not rule.int4:
+        return rule
     return SelectionRule(**(rule.model_dump() | {"layer_weights": list(weights)}))
 
 

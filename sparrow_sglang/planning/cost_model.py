@@ -170,7 +170,7 @@ def step_costs(
         rule, page_size = schedule.selection, schedule.page_size
         page_bytes = rule.landmark_bytes(page_size, shape.head_dim, _BYTES_PER_VALUE)
         channels = 2 * rule.pairs_kept(shape.head_dim) * rule.landmarks_per_page(page_size)
-        queries = shape.gqa_ratio if rule.group_score == "best_head" else 1
+        queries = shape.gqa_ratio if rule.int4 else 1
         scoring_bytes = page_bytes * head_pages
         scoring_flops = 2 * queries * channels * head_pages
     token_layers = token_layers + len(shape.window_layers) * np.minimum(

@@ -36,7 +36,7 @@ from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
 
 SCALES = (0.5, 1.7)
-INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, landmark_pairs=24, group_score="best_head")
+INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, group_score="best_head")
 
 
 def bf16(mean: np.ndarray) -> np.ndarray:
@@ -148,7 +148,7 @@ def test_a_captured_step_follows_lengths_and_the_definition(
     budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
     step = TritonPagedDecode(budgets, table, DecodeShape.of(schedule, 4, 2, 64, 1024, k.itemsize))
     pairs = kept_pairs(rule, 0, range(2), 64, device)
-    landmarks = allocate_landmarks(len(k) // 16, 16, rule, pairs, FP8)
+    landmarks = allocate_landmarks(len(k) // 16, 16, 2, 64, pairs, FP8, device)
     step.reserve(4)
     step.plan_extend(rows, seq_lens, host.lengths)
     step.update_landmarks(k, landmarks)

@@ -27,12 +27,12 @@ from pools import Pool, make_schedule
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels import landmark
 from sparrow_sglang.attention_backends.kernels.decode import (
     DecodeLaunch,
     decode_launch,
 )
-from sparrow_sglang.attention_backends.kernels.limits import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
 from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,

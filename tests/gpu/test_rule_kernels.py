@@ -38,27 +38,28 @@ from sparrow_sglang.attention_backends.landmarks import (
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 
 
-def rule_of(tokens: int, pairs: Any, group_score: str) -> SelectionRule:
+def rule_of(pairs: int | None, heads: int, dim: int, page: int = 16, layers: int = 1) -> Any:
+    """The int4 rule, with so many rotary pairs chosen for each layer and KV head."""
     return SelectionRule(
-        landmark_tokens=tokens, landmark_bits=4, landmark_pairs=pairs, group_score=group_score
+        landmark_tokens=int4_landmark_tokens(page),
+        landmark_bits=4,
+        landmark_pairs=None if pairs is None else chosen_pairs(layers, heads, pairs, dim),
+        group_score="best_head",
     )
-
-
-RULE = rule_of(4, 24, "best_head")
 
 
 def products(step: Step, row: int, head: int) -> torch.Tensor:
     """fp64 score of each page of a row, by the definition, [pages]."""
     group = step.q.shape[1] // step.k.shape[1]
     queries = step.q[row].cpu().double().unflatten(0, (-1, group))[head]
-    if step.rule.group_score == "mean_query":
-        queries = queries.mean(0, keepdim=True)
     codes, scales, pairs = (tensor.cpu() for tensor in step.landmarks)
     queries = queries[:, [*pairs[head], *(pairs[head] + queries.shape[1] // 2)]]
-    kept = Int4Landmarks(codes, scales).at(step.page_table[row, : step.pages[row]].cpu().long())
+    kept = Int4Landmarks(codes, scales, pairs).at(
+        step.page_table[row, : step.pages[row]].cpu().long()
+    )
     values = kept.unpacked().double() * kept.scales.double()[..., None]
     return torch.einsum("gc,nmc->ngm", queries, values[:, head]).flatten(1).amax(1)
 
@@ -84,28 +85,21 @@ def assert_selected(step: Step, page_ids: torch.Tensor, counts: list[int]) -> No
 
 
 CASES = [
-    # lengths, heads, head_dim, page_size, dtype, tokens, pairs, group score, launch
-    ([1, 160, 161, 700], (4, 2), 64, 16, BF16, 4, 24, "best_head", (1, 8)),
-    ([640, 655, 656], (6, 2), 128, 16, FP16, 4, 48, "best_head", (3, 8)),
-    ([900, 330], (10, 2), 128, 32, BF16, 8, None, "mean_query", (2, 4)),
-    ([1400, 700], (7, 1), 256, 64, FP16, 32, None, "best_head", (2, 8)),
-    ([800], (16, 1), 64, 16, FP16, 16, 8, "best_head", (4, 16)),
-    ([700], (3, 3), 128, 16, BF16, 8, 24, "mean_query", (2, 16)),
-    ([640, 655], (6, 2), 80, 16, BF16, 4, None, "best_head", (3, 8)),
-    ([900, 330], (5, 1), 96, 32, FP16, 4, 40, "best_head", (1, 4)),
-    ([500], (1, 1), 96, 16, BF16, 16, None, "mean_query", (1, 16)),
-    ([500], (1, 1), 64, 16, BF16, 4, 16, "best_head", (2, 8)),
-    ([640, 161], (6, 2), 64, 16, BF16, 4, chosen_pairs(1, 2, 16, 64), "best_head", (3, 8)),
-    ([700, 300], (4, 2), 128, 16, BF16, 2, chosen_pairs(1, 2, 32, 128), "best_head", (2, 8)),
-    ([900, 330], (10, 2), 128, 32, FP16, 8, chosen_pairs(1, 2, 40, 128), "mean_query", (2, 4)),
-    ([800], (3, 3), 80, 16, FP16, 16, chosen_pairs(1, 3, 8, 80), "best_head", (2, 16)),
+    # lengths, heads, head_dim, page_size, dtype, pairs, launch
+    ([1, 160, 161, 700], (4, 2), 64, 16, BF16, 24, (1, 8)),
+    ([640, 655, 656], (6, 2), 128, 16, FP16, 48, (3, 8)),
+    ([900, 330], (10, 2), 128, 32, BF16, None, (2, 4)),
+    ([1400, 700], (7, 1), 256, 64, FP16, None, (2, 8)),
+    ([800], (16, 1), 64, 16, FP16, 8, (4, 16)),
+    ([640, 655], (6, 2), 80, 16, BF16, None, (3, 8)),
+    ([900, 330], (5, 1), 96, 32, FP16, 40, (1, 4)),
+    ([500], (1, 1), 64, 16, BF16, 16, (2, 8)),
+    ([700], (3, 3), 128, 16, BF16, 32, (2, 16)),
 ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("lengths", "heads", "dim", "page", "dtype", "tokens", "pairs", "group_score", "launch"), CASES
-)
+@pytest.mark.parametrize(("lengths", "heads", "dim", "page", "dtype", "pairs", "launch"), CASES)
 def test_selection_is_the_definition(
     device: str,
     lengths: list[int],
@@ -113,12 +107,10 @@ def test_selection_is_the_definition(
     dim: int,
     page: int,
     dtype: torch.dtype,
-    tokens: int,
-    pairs: Any,
-    group_score: str,
+    pairs: int | None,
     launch: tuple[int, int],
 ) -> None:
-    rule = rule_of(tokens, pairs, group_score)
+    rule = rule_of(pairs, heads[1], dim, page)
     step = Step(device, lengths, heads, dim, page, dtype, seed=dim, rule=rule)
     page_ids, counts = step.select(fixed_budget(step, 9), 12, SelectLaunch(*launch))
     assert counts.tolist() == [min(pages, 9) for pages in step.pages]
@@ -127,27 +119,24 @@ def test_selection_is_the_definition(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("page", "dim", "dtype", "tokens", "pairs"),
+    ("page", "dim", "dtype", "pairs"),
     [
-        (16, 64, BF16, 4, 24),
-        (32, 128, FP16, 4, None),
-        (64, 256, BF16, 16, None),
-        (16, 80, FP16, 16, 40),
-        (16, 96, BF16, 8, 16),
-        (16, 64, BF16, 4, chosen_pairs(1, 2, 16, 64)),
-        (32, 128, FP16, 4, chosen_pairs(1, 2, 32, 128)),
-        (16, 80, FP16, 2, chosen_pairs(1, 2, 24, 80)),
+        (16, 64, BF16, 24),
+        (32, 128, FP16, None),
+        (64, 256, BF16, None),
+        (16, 80, FP16, 40),
+        (16, 96, BF16, 16),
     ],
 )
 def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
-    device: str, page: int, dim: int, dtype: torch.dtype, tokens: int, pairs: Any
+    device: str, page: int, dim: int, dtype: torch.dtype, pairs: int | None
 ) -> None:
     lengths = [1, page, 3 * page - 1, 12 * page]
-    rule = rule_of(tokens, pairs, "best_head")
+    rule = rule_of(pairs, 2, dim, page)
     step = Step(device, lengths, (4, 2), dim, page, dtype, rule=rule)
     expected = step.landmarks
-    codes, scales, pairs = expected
-    stale = Int4Landmarks(torch.full_like(codes, 99), torch.full_like(scales, 9.0), pairs)
+    codes, scales, kept = expected
+    stale = Int4Landmarks(torch.full_like(codes, 99), torch.full_like(scales, 9.0), kept)
     bulk, step.landmarks = stale, Int4Landmarks(*(tensor.clone() for tensor in stale))
     nothing = torch.zeros_like(step.seq_lens)
     arguments = {"page_size": page, "max_pages": max(step.pages)}
@@ -164,7 +153,7 @@ def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
         assert half_ulp <= 2**-10
         assert (written.codes[index] == expected.codes[index]).float().mean() > 0.99
         got, want = (
-            Int4Landmarks(codes[index], scales[index]).values()
+            Int4Landmarks(codes[index], scales[index], kept).values()
             for codes, scales, _ in (written, expected)
         )
         assert ((got - want).abs() <= 1.01 * expected.scales[index].float()[..., None]).all()
@@ -176,7 +165,7 @@ def test_landmarks_of_a_prefill_and_of_the_page_just_filled(
 @pytest.mark.parametrize("device", DEVICES)
 def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
     """Halves round to even, an all-zero landmark has scale 0, non-finite landmarks code as 0."""
-    rule = rule_of(16, None, "mean_query")
+    rule = rule_of(None, 1, 64)
     step = Step(device, [16 * 8], (1, 1), 64, 16, FP16, rule=rule)
     table = step.page_table[0, :8].long()
     keys = step.k.view(-1, 16, 64)
@@ -194,11 +183,11 @@ def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
     landmark.update_landmarks_bulk(
         step.k, written, step.page_table, step.seq_lens, nothing, **arguments
     )
-    means = line.cpu().view(8, 1, 1, 64)
-    expected = Int4Landmarks.of(means)
+    means = line.cpu().view(8, 1, 1, 64).expand(-1, -1, 4, -1)
+    expected = Int4Landmarks.of(means, pairs.cpu())
     scales = written.scales[table].cpu()
     assert torch.equal(scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
-    codes = Int4Landmarks(written.codes[table].cpu(), scales).unpacked()[:, 0, 0]
+    codes = Int4Landmarks(written.codes[table].cpu(), scales, pairs).unpacked()[:, 0, 0]
     assert codes[0, :6].tolist() == [7, 0, 2, 2, -2, -4]
     assert codes[2, 0] == 7 and not codes[[1, 3, 4]].any()
     assert torch.equal(codes[:5], expected.unpacked()[:5, 0, 0])
@@ -207,7 +196,7 @@ def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("budget", "kinds"), [(3, 1), (9, 1), (4, 2), (19, 5)])
 def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None:
-    step = Step(device, [20 * 16, 19 * 16 + 1], seed=kinds, rule=RULE)
+    step = Step(device, [20 * 16, 19 * 16 + 1], seed=kinds, rule=rule_of(24, 2, 64))
     generator = torch.Generator().manual_seed(budget)
     choice = torch.randint(kinds, (len(step.landmarks.codes),), generator=generator)
     palette = step.page_table[0, :kinds].long()[choice.to(device)]
@@ -228,7 +217,7 @@ def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None
 @pytest.mark.parametrize("device", DEVICES)
 def test_scores_that_are_not_finite_rank_last(device: str) -> None:
     """A scale of infinity or NaN; a head whose query is NaN does not count."""
-    step = Step(device, [50 * 16 + 1], (2, 1), rule=rule_of(16, None, "best_head"))
+    step = Step(device, [50 * 16 + 1], (2, 1), rule=rule_of(None, 1, 64))
     table = step.page_table[0].long()
     codes, scales, _ = step.landmarks
     codes[table] = 0x99
@@ -236,7 +225,7 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
     step.q[0, 1, 5] = torch.nan
     value = torch.arange(1, 52, device=device, dtype=torch.float32)
     value[3], value[5], value[40] = torch.nan, torch.inf, torch.nan
-    scales[table[:51], 0, 0] = value.half()
+    scales[table[:51], 0] = value.half()[:, None]
     for budget, left_out in ((49, {5, 40}), (48, {3, 5, 40}), (47, {1, 3, 5, 40})):
         page_ids, _ = step.select(fixed_budget(step, budget), budget, SelectLaunch(1, 16))
         kept = [n for n in range(51) if n not in left_out]
@@ -246,14 +235,14 @@ def test_scores_that_are_not_finite_rank_last(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_small_channel_beside_a_large_one_counts(device: str) -> None:
     """Pages that differ only in a channel whose query is 2^-20 of the largest one."""
-    step = Step(device, [40 * 16], (1, 1), rule=rule_of(16, None, "best_head"))
+    step = Step(device, [40 * 16], (1, 1), rule=rule_of(None, 1, 64))
     table = step.page_table[0, :40].long()
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     step.q.zero_()
     step.q[0, 0, 0], step.q[0, 0, 1] = 1.0, 2.0**-20
     codes, scales, _ = step.landmarks
     codes[table], scales[table] = 0x88, 1.0
-    codes[table, 0, 0, 1] = (0x80 + 1 + order % 15).to(torch.uint8).to(device)
+    codes[table, 0, :, 1] = (0x80 + 1 + order % 15).to(torch.uint8).to(device)[:, None]
     page_ids, _ = step.select(fixed_budget(step, 12), 12, SelectLaunch(2, 16))
     middle = sorted(range(1, 38), key=lambda page: (-int(order[page] % 15), page))[:9]
     assert page_ids[0, 0].tolist() == table[[0, *sorted(middle), 38, 39]].tolist()
@@ -286,14 +275,15 @@ def landmarks_of_layers(k: torch.Tensor, rule: SelectionRule) -> list[Landmarks]
     """Landmarks, all 0, of two layers over the pool `k` with pages of 16."""
     _, heads, dim = k.shape
     pairs = [kept_pairs(rule, layer, range(heads), dim, k.device) for layer in (0, 1)]
-    return [allocate_landmarks(len(k) // 16, 16, rule, kept, k.dtype) for kept in pairs]
+    return [
+        allocate_landmarks(len(k) // 16, 16, heads, dim, kept, k.dtype, k.device) for kept in pairs
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("pairs", [24, chosen_pairs(2, 2, 16, 64)], ids=["slowest", "chosen"])
-def test_the_whole_step_is_that_of_the_torch_path(device: str, pairs: Any) -> None:
+def test_the_whole_step_is_that_of_the_torch_path(device: str) -> None:
     """Prefill, then a decode step of each layer: in one slice, in two, and by the definition."""
-    rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5), "landmark_pairs": pairs})
+    rule = rule_of(16, 2, 64, layers=2).model_copy(update={"layer_weights": (0.5, 1.5)})
     schedule = make_schedule(16, 10, [6, 8]).model_copy(
         update={"selection": rule, "dense_layers": (), "sink_pages": 2, "recent_pages": 1}
     )
@@ -326,10 +316,9 @@ def test_the_whole_step_is_that_of_the_torch_path(device: str, pairs: Any) -> No
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no CUDA graphs")
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-@pytest.mark.parametrize("pairs", [24, chosen_pairs(2, 2, 16, 64)], ids=["slowest", "chosen"])
-def test_a_graph_replay_equals_the_eager_step(device: str, pairs: Any) -> None:
+def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
     """A captured step follows lengths, landmarks and layer weights that change between replays."""
-    rule = RULE.model_copy(update={"layer_weights": (0.5, 1.5), "landmark_pairs": pairs})
+    rule = rule_of(16, 2, 64, layers=2).model_copy(update={"layer_weights": (0.5, 1.5)})
     schedule = make_schedule(16, 40, [16, 24]).model_copy(
         update={"selection": rule, "dense_layers": ()}
     )

@@ -53,7 +53,7 @@ FULL_SCHEDULE = SCHEDULE | {
     "selection": {
         "landmark_tokens": 4,
         "landmark_bits": 4,
-        "landmark_pairs": 24,
+        "landmark_pairs": None,
         "group_score": "best_head",
         "layer_weights": [1.0, 1.0, 0.5, 1.5],
     },

@@ -8,11 +8,10 @@
 4. Attention over the kept pages is exact; the softmax runs over the kept tokens only. A query head
    with a sink has one more term in the denominator of its softmax, exp(sink).
 
-A selection rule changes 3: a page has a landmark for every few of its tokens. Landmarks may be
-stored in int4, and without the fastest rotary pairs or with only the pairs that were chosen for the
-layer and KV head. The page's score is the largest product of any of its landmarks with the mean
-query or, with "best_head", with any query of the group. With layer weights, each layer has a budget
-of its own.
+The rule with int4 landmarks changes 3: a page has a landmark for every few of its tokens, stored in
+int4 with only the rotary pairs that were chosen for the layer and KV head. The page's score is the
+largest product of any of its landmarks with any query of the group. With layer weights, each layer
+has a budget of its own.
 """
 
 import math
@@ -43,8 +42,8 @@ def layer_budget(budget: int, weight: float, least: int) -> int:
 
 def kept_channels(rule: object, dim: int, layer: int, head: int) -> list[int]:
     """Channels of a KV head's keys that its landmarks keep."""
-    half, pairs = dim // 2, rule.landmark_pairs or dim // 2
-    kept = range(half - pairs, half) if isinstance(pairs, int) else pairs[layer][head]
+    half = dim // 2
+    kept = range(half) if rule.landmark_pairs is None else rule.landmark_pairs[layer][head]
     return [channel for channel in range(dim) if channel % half in kept]
 
 

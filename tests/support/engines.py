@@ -66,11 +66,10 @@ LARGE_PAGES = tuple(
     )
     for size, sinks, recents in ((32, 0, 1), (64, 2, 1))
 )
-# The same budgets under another selection rule, without dense layers. Heads have 8 rotary pairs.
+# The same budgets by int4 landmarks, without dense layers. Heads have 8 rotary pairs.
 RULE = SelectionRule(
     landmark_tokens=4,
     landmark_bits=4,
-    landmark_pairs=6,
     group_score="best_head",
     layer_weights=(0.5, 1.75, 0.75, 1.0),
 )
@@ -79,14 +78,12 @@ RULED = BudgetSchedule(
 )
 
 
-# As RULED, but with landmarks of two tokens, in rotary pairs chosen for each layer and KV head.
+# As RULED, but with landmarks in rotary pairs chosen for each layer and KV head.
 CHOSEN = BudgetSchedule(
     **RULED.model_dump()
     | {
         "name": "chosen",
-        "selection": RULE.model_copy(
-            update={"landmark_tokens": 2, "landmark_pairs": chosen_pairs(NUM_LAYERS, 3, 3, 16)}
-        ),
+        "selection": RULE.model_copy(update={"landmark_pairs": chosen_pairs(NUM_LAYERS, 3, 3, 16)}),
     }
 )
 # The windows are far shorter than the tests' prompts; layers 1, 3 and 5 have full attention.

@@ -161,7 +161,7 @@ class Step:
         # Landmarks are computed on the CPU, as some GPU kernels of torch divide by multiplying with
         # a reciprocal.
         pairs = kept_pairs(self.rule, 0, range(heads[1]), head_dim)
-        computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), self.rule, pairs)
+        computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), pairs)
         # Means are kept without the axis of landmarks of a page, which has one.
         self.landmarks: torch.Tensor | Int4Landmarks
         if isinstance(computed, Int4Landmarks):
@@ -237,7 +237,6 @@ class Step:
             scratch=scratch,
             launch=launch,
             update_landmark=update_landmark,
-            best_head=self.rule.group_score == "best_head",
         )
         assert not scratch.arrivals.any(), "arrival counters must be zero for the next launch"
         return page_ids, counts

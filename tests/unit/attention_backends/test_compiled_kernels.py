@@ -31,7 +31,7 @@ from sparrow_sglang.selection import SelectionRule
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]
 DIM, PAGES = 128, 2048
 CPU = torch.device("cpu")
-INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, landmark_pairs=32, group_score="best_head")
+INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, group_score="best_head")
 
 
 class Triton:
@@ -74,7 +74,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
     pool = torch.zeros(64, kv_heads, DIM, dtype=torch.bfloat16)
     table = torch.zeros(max(BATCHES) + 1, 16 * PAGES, dtype=torch.int32)
     pairs = kept_pairs(rule, 0, range(kv_heads), DIM)
-    landmarks = allocate_landmarks(4, 16, rule, pairs, pool.dtype)
+    landmarks = allocate_landmarks(4, 16, kv_heads, DIM, pairs, pool.dtype, "cpu")
     budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), "cpu")
     shape = DecodeShape.of(schedule, 2 * kv_heads, kv_heads, DIM, 16 * PAGES)
     step = TritonPagedDecode(budgets, table, shape)
@@ -154,10 +154,10 @@ def test_attention_spills_no_registers(tmp_path: Path, splits: int) -> None:
 
 def test_selection_spills_no_registers(tmp_path: Path) -> None:
     """A row's keys stay in registers while the threshold is searched."""
-    launch = select_launch(1, 8, DIM, PAGES, CPU, int4_landmarks=4)
+    launch = select_launch(1, 8, DIM, PAGES, CPU, int4=True)
     constants = {
         "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SINK_PAGES": 1, "RECENT_PAGES": 2,
-        "UPDATE_LANDMARK": True, "LANDMARKS": 4, "PAIRS": 32, "BEST_HEAD": True, "GROUP_PAD": 4,
+        "UPDATE_LANDMARK": True, "LANDMARKS": 4, "PAIRS": 32, "GROUP_PAD": 4,
         "MMA_COLUMNS": 16, "BLOCK": launch.block_pages, "STAGES": launch.stages,
         "RADIX": launch.radix, "SHORT_ROW": 512, "CHUNK": 2048, "DEPENDENTS": False,
     }  # fmt: skip

@@ -1,5 +1,7 @@
 """The torch step against the float64 loop of `contract.py`, at every kind of boundary."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 
 HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (4, 4)]
 
@@ -33,9 +35,10 @@ def landmarks_of(pool: Pool, schedule: BudgetSchedule, layer: int = 0) -> Landma
     """Landmark buffers of the pool's pages before any is computed: scoring one would give NaN."""
     pages = pool.k.shape[0] // schedule.page_size
     _, heads, head_dim = pool.k.shape
-    rule = schedule.selection
-    pairs = kept_pairs(rule, layer, range(heads), head_dim)
-    landmarks = allocate_landmarks(pages, schedule.page_size, rule, pairs, pool.k.dtype)
+    pairs = kept_pairs(schedule.selection, layer, range(heads), head_dim)
+    landmarks = allocate_landmarks(
+        pages, schedule.page_size, heads, head_dim, pairs, pool.k.dtype, "cpu"
+    )
     (landmarks.scales if isinstance(landmarks, Int4Landmarks) else landmarks.means).fill_(torch.nan)
     return landmarks
 
@@ -160,32 +163,24 @@ def test_a_score_that_is_not_finite_ranks_last_and_nothing_past_the_end_is_chose
     assert selected[0, 0].tolist() == [0, 2, 3, 4, 5]
 
 
-CHOSEN = "by layer and KV head"
-RULES = {
-    "int4 for 4 tokens, best head": (4, 4, 3, "best_head"),
-    "int4 for 4 tokens": (4, 4, None, "mean_query"),
-    "int4 for 8 tokens": (8, 4, 8, "mean_query"),
-    "int4 for pages": (None, 4, None, "best_head"),
-    "best head": (None, 16, None, "best_head"),
-    "8 tokens, fewer channels": (8, 16, 5, "mean_query"),
-    "int4 for 4 tokens in chosen pairs": (4, 4, CHOSEN, "best_head"),
-    "8 tokens in chosen pairs": (8, 16, CHOSEN, "mean_query"),
-}
-
-
-@pytest.mark.parametrize("page_size", [16, 32])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name", RULES)
-def test_step_equals_the_contract_under_every_rule(name: str, heads: tuple, page_size: int):
-    tokens, bits, pairs, group_score = RULES[name]
-    pairs = chosen_pairs(4, heads[1], 3, 16) if pairs is CHOSEN else pairs
-    rule = SelectionRule(
-        landmark_tokens=tokens,
-        landmark_bits=bits,
+def int4_rule(page_size: int, pairs: Any = None, weights: Any = None) -> SelectionRule:
+    return SelectionRule(
+        landmark_tokens=int4_landmark_tokens(page_size),
+        landmark_bits=4,
         landmark_pairs=pairs,
-        group_score=group_score,
-        layer_weights=(9, 0.5, 1.25, 1.25),
+        group_score="best_head",
+        layer_weights=weights,
     )
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("pairs", [None, 3])
+def test_step_equals_the_contract_by_int4_landmarks(
+    pairs: int | None, heads: tuple, page_size: int
+):
+    chosen = None if pairs is None else chosen_pairs(4, heads[1], pairs, 16)
+    rule = int4_rule(page_size, chosen, (9, 0.5, 1.25, 1.25))
     schedule = make_schedule(page_size, 4, [5, 6, 9]).model_copy(
         update={"selection": rule, "dense_layers": (0,)}
     )
@@ -220,43 +215,41 @@ def test_the_published_rule_scores_bit_for_bit_by_the_mean_query_and_the_pages_m
 
 def test_int4_landmarks_are_packed_by_rotary_pair_and_rounded_half_to_even():
     """One head of 16 dimensions; the largest mean is 7, so the scale is 1 and codes are means."""
-    rule = SelectionRule(landmark_tokens=8, landmark_bits=4, landmark_pairs=4)
     keys = torch.zeros(1, 16, 1, 16)
-    # Stored channels are the first members 4..7 and the second members 12..15.
-    keys[0, :8, 0, 4:8] = torch.tensor([7.0, 0.5, 1.5, -2.5])
-    keys[0, :8, 0, 12:16] = torch.tensor([-7.0, -0.5, 2.5, 3.4])
+    pairs = torch.arange(4, 8)[None]
+    keys[0, :4, 0, 4:8] = torch.tensor([7.0, 0.5, 1.5, -2.5])
+    keys[0, :4, 0, 12:16] = torch.tensor([-7.0, -0.5, 2.5, 3.4])
     keys[0, :, 0, :4] = 1e4
-    landmarks = reference.page_landmarks(keys, rule)
-    assert landmarks.scales.dtype == torch.float16 and landmarks.scales.tolist() == [[[1, 0]]]
+    landmarks = reference.page_landmarks(keys, pairs)
+    assert landmarks.scales.dtype == torch.float16 and landmarks.scales.tolist() == [[[1, 0, 0, 0]]]
     codes = [(7, -7), (0, 0), (2, 2), (-2, 3)]
     packed = [first + 8 | (second + 8) << 4 for first, second in codes]
-    assert landmarks.codes.tolist() == [[[packed, [0x88] * 4]]]
+    assert landmarks.codes.tolist() == [[[packed, *[[0x88] * 4] * 3]]]
     assert landmarks.values()[0, 0, 0].tolist() == [7, 0, 2, -2, -7, 0, 2, 3]
 
 
 def test_a_page_whose_keys_overflow_a_scale_ranks_last():
-    rule = SelectionRule(landmark_tokens=8, landmark_bits=4, group_score="best_head")
     keys = torch.randn(5, 16, 1, 8)
     keys[2] = 1e38
-    scores = reference.score_pages(
-        torch.randn(1, 2, 8), reference.page_landmarks(keys, rule), torch.arange(5)[None], rule
-    )
+    landmarks = reference.page_landmarks(keys, torch.arange(4)[None])
+    scores = reference.score_pages(torch.randn(1, 2, 8), landmarks, torch.arange(5)[None])
     assert scores.isfinite().tolist() == [[[True, True, False, True, True]]]
 
 
-def test_bytes_of_landmarks_are_those_that_a_rule_announces():
-    for tokens, bits, pairs, group_score in RULES.values():
-        pairs = chosen_pairs(2, 3, 5, 16) if pairs is CHOSEN else pairs
-        rule = SelectionRule(
-            landmark_tokens=tokens,
-            landmark_bits=bits,
-            landmark_pairs=pairs,
-            group_score=group_score,
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
+def test_bytes_of_landmarks_are_those_that_a_rule_announces(page_size: int, kv_dtype: torch.dtype):
+    rules = [int4_rule(page_size), int4_rule(page_size, chosen_pairs(2, 3, 5, 16))]
+    for rule in (SelectionRule(), *rules):
+        pairs = kept_pairs(rule, 1, range(3), 16)
+        held = allocate_landmarks(10, page_size, 3, 16, pairs, kv_dtype, "cpu")
+        tensors = [tensor for name, tensor in held._asdict().items() if name != "pairs"]
+        assert sum(tensor.nbytes for tensor in tensors) == 10 * 3 * rule.landmark_bytes(
+            page_size, 16, mean_itemsize=2
         )
-        kept = kept_pairs(rule, 1, range(3), 16)
-        landmarks = allocate_landmarks(10, 32, rule, kept, torch.bfloat16)
-        held = sum(tensor.nbytes for name, tensor in landmarks._asdict().items() if name != "pairs")
-        assert held == 10 * 3 * rule.landmark_bytes(32, 16, mean_itemsize=2)
+        computed = reference.page_landmarks(torch.ones(10, page_size, 3, 16).to(kv_dtype), pairs)
+        assert [each.dtype for each in computed] == [each.dtype for each in held]
+        assert [each.shape for each in computed] == [each.shape for each in held]
 
 
 def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
@@ -275,7 +268,7 @@ def test_a_request_in_a_batch_selects_and_attends_as_it_does_alone():
         torch.testing.assert_close(alone[0], together[row], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("rule", [SelectionRule(), SelectionRule(landmark_bits=4)], ids=str)
+@pytest.mark.parametrize("rule", [SelectionRule(), int4_rule(16)], ids=str)
 def test_an_fp8_pool_stands_for_its_numbers_times_the_scales_of_the_layer(rule: SelectionRule):
     schedule = make_schedule(16, 3, [3, 4, 6]).model_copy(update={"selection": rule})
     lengths, k_scale, v_scale = [40, 150, 144, 7], 0.5, 1.7
@@ -295,15 +288,6 @@ def test_an_fp8_pool_stands_for_its_numbers_times_the_scales_of_the_layer(rule: 
             rule=rule,
         )
         np.testing.assert_allclose(out[row].numpy(), expected, atol=4e-6, err_msg=f"{length=}")
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
-def test_landmarks_take_two_bytes_a_number_whatever_the_pool(kv_dtype: torch.dtype):
-    rule = SelectionRule()
-    landmarks = allocate_landmarks(10, 16, rule, kept_pairs(rule, 0, range(3), 16), kv_dtype)
-    assert landmarks.means.nbytes == 10 * 3 * rule.landmark_bytes(16, 16, 2)
-    computed = reference.page_landmarks(torch.ones(10, 16, 3, 16).to(kv_dtype))
-    assert computed.means.dtype == landmarks.means.dtype
 
 
 def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():

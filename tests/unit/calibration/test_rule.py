@@ -43,7 +43,7 @@ def tokens(prompt: str, rates: list[float]) -> Tokens:
 @pytest.mark.parametrize("layers", [1, 2, 3, 30, 64])
 @pytest.mark.parametrize("context", [320, 4096, 8192, 40960])
 def test_one_layer_alone_leaves_pages_out(layers: int, context: int) -> None:
-    rule = landmark_rule(16)
+    rule = landmark_rule(None)
     for layer in {0, layers // 2, layers - 1}:
         schedule = sensitivity_schedule(layer, rule, layers, PAGE, context)
         read = pages_of_layers(schedule, context // PAGE)
@@ -82,7 +82,7 @@ def test_sets_of_dense_layers_are_compared_at_equal_kv_tokens() -> None:
     assert found == [(), (7,), (0, 1), (7, 9)]
     context = 8192
     for dense in found:
-        schedule = dense_schedule(dense, sensitivity, landmark_rule(16), PAGE, context)
+        schedule = dense_schedule(dense, sensitivity, landmark_rule(None), PAGE, context)
         read = pages_of_layers(schedule, context // PAGE)
         assert all(read[layer] == context // PAGE for layer in dense)
         assert sum(read) / 40 == pytest.approx(context // PAGE / 8, rel=0.02)
@@ -129,7 +129,7 @@ def test_sensitivity_is_what_a_layer_alone_costs_on_average() -> None:
 def test_layers_with_a_window_have_no_share_in_a_budget() -> None:
     """Every other one of 40 layers has a window; the budget is the average over the rest."""
     partial, context = tuple(range(0, 40, 2)), 8192
-    alone = sensitivity_schedule(7, landmark_rule(16), 40, PAGE, context, partial)
+    alone = sensitivity_schedule(7, landmark_rule(None), 40, PAGE, context, partial)
     read = pages_of_layers(alone, context // PAGE, partial)
     assert {read[layer] for layer in range(1, 40, 2) if layer != 7} == {context // PAGE}
     assert abs(read[7] - context // 16 // PAGE) <= 1
@@ -137,7 +137,7 @@ def test_layers_with_a_window_have_no_share_in_a_budget() -> None:
     sensitivity = [0.0 if layer in partial else 0.01 * (layer + 1) for layer in range(40)]
     assert dense_candidates(sensitivity, partial) == [(), (39,)]
     for dense in ((), (39,)):
-        schedule = dense_schedule(dense, sensitivity, landmark_rule(16), PAGE, context, partial)
+        schedule = dense_schedule(dense, sensitivity, landmark_rule(None), PAGE, context, partial)
         read = pages_of_layers(schedule, context // PAGE, partial)
         whole = [read[layer] for layer in range(1, 40, 2)]
         assert np.mean(whole) == pytest.approx(context // PAGE / 8, rel=0.03)
@@ -177,7 +177,7 @@ def test_half_of_the_pairs_are_kept_those_that_vary_most(half: int, count: int) 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_calibrated_rule_can_be_served_at_each_page_size(page_size: int) -> None:
-    rule = landmark_rule(16, page_size)
+    rule = landmark_rule(None, page_size)
     assert page_size // rule.landmark_tokens in INT4_LANDMARKS
     assert rule.landmark_tokens == (8 if page_size == 64 else 4)
 
@@ -196,13 +196,13 @@ def test_settings_tell_rules_apart_without_their_pairs() -> None:
     assert rule_settings(one) == rule_settings(landmark_rule((((0, 1),),)))
     assert rule_settings(one) != rule_settings(other)
     assert len(str(rule_settings(one)["landmark_pairs"])) == 64
-    assert rule_settings(landmark_rule(16))["landmark_pairs"] == 16
+    assert rule_settings(landmark_rule(None))["landmark_pairs"] is None
 
 
 def test_a_response_that_ended_at_once_says_nothing_about_dense_layers() -> None:
     """Its first token comes out of prefill, so that no step of it is measured."""
     measured = [tokens("a", [0.9] * 100), tokens("b", [0.8] * 100)]
-    rule, kept, sensitivity = landmark_rule(16), [[1.0]] * 4, [0.1] * 4
+    rule, kept, sensitivity = landmark_rule(None), [[1.0]] * 4, [0.1] * 4
     expected = choose_rule(rule, kept, sensitivity, {(): measured})
     with_empty = {(): [*measured, tokens("c", [])]}
     assert choose_rule(rule, kept, sensitivity, with_empty) == expected

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engines import RULE, RULED
+from engines import CHOSEN, RULE, RULED
 from ports import free_port
 
 from sparrow_sglang import models, sglang_install
@@ -153,11 +153,11 @@ def test_doctor_says_when_another_backend_is_asked_for(tiny_llama: str) -> None:
 
 
 def test_doctor_checks_the_selection_rule(tiny_llama: str, tmp_path: Path) -> None:
-    RULED.save(tmp_path / "ruled.json")
+    CHOSEN.save(tmp_path / "ruled.json")
     arguments = ["--model-path", tiny_llama, "--sparrow-schedule", str(tmp_path / "ruled.json")]
     found = report(arguments)
-    assert found["schedule"].status == "ok" and str(RULE) in found["schedule"].detail
-    refused = "landmark_pairs=6: the GPU kernels take multiples of 8"
+    assert found["schedule"].status == "ok" and str(CHOSEN.selection) in found["schedule"].detail
+    refused = "landmark_pairs=3 of each KV head: the GPU kernels take multiples of 8"
     assert found["kernels"].status == "note" and refused in found["kernels"].detail
     for field, value, problem in (
         ("layer_weights", (1.0,) * 5, "5 numbers: expected one for each of the model's 4 layers"),

@@ -1,11 +1,16 @@
-"""Argument checks shared by the launchers: name, value got, value expected."""
+"""What the launchers share: checks of arguments, and tiles of a head.
+
+Head dimensions of 80 and 96 are padded: Triton's ranges have lengths that are powers of two.
+"""
 
 from collections.abc import Sequence
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 
-from sparrow_sglang.attention_backends.kernels.limits import (
+from sparrow_sglang.attention_backends.kernel_limits import (
     INT4_LANDMARKS,
     MAX_GROUP,
     PAIRS_MULTIPLE,
@@ -63,8 +68,6 @@ def check_landmarks(
     pages, _, count, pairs = landmarks.codes.shape
     check_tensor("codes", landmarks.codes, (pages, num_kv_heads, None, None), (torch.uint8,))
     check_tensor("scales", landmarks.scales, (pages, num_kv_heads, count), (torch.float16,))
-    if landmarks.pairs is None:
-        raise ValueError("pairs=None: expected the rotary pairs that the landmarks keep")
     check_tensor("pairs", landmarks.pairs, (num_kv_heads, pairs), (torch.int64,))
     for name, tensor in landmarks._asdict().items():
         check_contiguous(name, tensor)
@@ -98,3 +101,42 @@ def sm_count(device: torch.device) -> int:
 def dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it ends (compute capability 9 or more)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def head_columns(D: tl.constexpr) -> tl.tensor:
+    """Columns of a tile that holds a head: D of them, and the padding behind them."""
+    # Not triton.next_power_of_2, which SGLang replaces by a function that kernels cannot call.
+    width: tl.constexpr = D if D & (D - 1) == 0 else 128
+    return tl.arange(0, width)
+
+
+@triton.jit
+def head_mask(rows: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Mask of the elements of a tile that exist: `rows` [N, 1], in the columns below D.
+
+    `rows` alone where there is no padding, so that powers of two cost no comparison.
+    """
+    if columns.shape[0] == D:
+        return rows
+    else:
+        return rows & (columns[None, :] < D)
+
+
+@triton.jit
+def store_head(target: tl.tensor, columns: tl.tensor, values: tl.tensor, D: tl.constexpr) -> None:
+    """Write the D columns of a head to `target`, in the dtype of `target`."""
+    values = values.to(target.dtype.element_ty)
+    if columns.shape[0] == D:
+        tl.store(target + columns, values)
+    else:
+        tl.store(target + columns, values, mask=columns < D)
+
+
+@triton.jit
+def pair_columns(PAIRS: tl.constexpr) -> tl.tensor:
+    """Columns of a tile with a byte for each rotary pair kept, and the padding behind them."""
+    width: tl.constexpr = (
+        16 if PAIRS <= 16 else (32 if PAIRS <= 32 else (64 if PAIRS <= 64 else 128))
+    )
+    return tl.arange(0, width)
