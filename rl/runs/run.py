@@ -148,6 +148,7 @@ def record_start(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(device),
         "tail_bin_tokens": None if schedule is None else tail_bin_tokens(schedule),
+        "tail_target": None if schedule is None else schedule.tail_target,
         "config": resolved.model_dump(mode="json"),
     }
     path = config.run_dir / RUN_FILE

@@ -26,7 +26,7 @@ examples:
   sparrow bench step                               what does it save, measured on this GPU?
   sparrow calibrate --model-path M --target 0.86   which budget does your model need?
   sparrow train examples/story_smollm2.toml        GRPO from sparse rollouts
-  sparrow report runs/story                        one HTML page about a run, or several
+  sparrow report runs/story                        an HTML page about a run; several are compared
 
 sparrow COMMAND --help explains a command and its options.
 """
@@ -77,7 +77,7 @@ COMMANDS = {
     "schedules": "list the schedules that are shipped, and the models that have one",
     "calibrate": "measure the cheapest schedule of a model that holds a tail target",
     "train": "train with GRPO from sparse rollouts",
-    "report": "one HTML page from training runs or a calibration",
+    "report": "an HTML page about a run or a calibration, or several runs compared",
 }
 
 

@@ -164,10 +164,10 @@ def _error_of_ratio(values: NDArray[Any], tokens: NDArray[np.int64], confidence:
     # kurtosis is 3, this is half the usual number: the kurtosis of few clusters comes out too low.
     kurtosis = clusters * (squares**2).sum() / squares.sum() ** 2
     freedom = min(clusters - 1, 1.5 * clusters / kurtosis)
-    return error * _students_t(confidence, freedom)
+    return error * students_t(confidence, freedom)
 
 
-def _students_t(confidence: float, freedom: float) -> float:
+def students_t(confidence: float, freedom: float) -> float:
     """Half the width of the middle `confidence` of Student's t distribution.
 
     With t = sqrt(freedom) tan(angle), angles have a density that is proportional to

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,15 @@ from sparrow_sglang.calibration.measure import Sample
 from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.rl.acceptance import acceptance_metrics
-from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
-from sparrow_sglang.rl.ladder import Move
-from sparrow_sglang.rl.learner import Learner
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import RESPONSES_FILE
+from sparrow_sglang.schedule_names import load_schedule
 
 BIN = 64
 TARGETS = ("0.75", "0.86")
-MOVED_AT = 5
+SCHEDULE = "smollm2-135m-0.86"
 
 
 def _rates(sample: Sample, cached: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -67,13 +63,8 @@ def write_calibration(folder: Path, model: str) -> None:
         assert cli.main([*command, *check]) in (0, 1)
 
 
-class Tokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
-def write_run(folder: Path, steps: int, model: str | None = None) -> None:
-    """A run of `steps` steps with one move on the ladder; a checkpoint at the end if `model`."""
+def write_run(folder: Path, steps: int) -> None:
+    """A run of `steps` steps under a schedule for a tail of 0.86."""
     folder.mkdir(parents=True, exist_ok=True)
     config = TrainConfig.parse(
         {
@@ -81,11 +72,11 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
             "steps": steps,
             "task": {"name": "story"},
             "rollout": {"max_new_tokens": 3000},
-            "ladder": {"schedules": ["fixed-512"], "target": 0.83},
+            "engine": {"schedule": SCHEDULE},
             "logging": {"tensorboard": False},
         }
     )
-    record_start(config, config.engine, 0, None)
+    record_start(config, config.engine, 0, load_schedule(SCHEDULE, 16))
     log = RunLog(config, 0)
     for step in range(steps):
         row = step_metrics(step)
@@ -93,16 +84,8 @@ def write_run(folder: Path, steps: int, model: str | None = None) -> None:
             row |= {"eval/pass_rate": 0.3 + 0.02 * step}
         log.keep(RESPONSES_FILE, step, responses(step))
         log.write(step, row)
-        if step == MOVED_AT:
-            log.event(
-                step, "more aggressive", asdict(Move("fixed-1024", "fixed-512", 0.83, {0: 0.9}))
-            )
     log.write(steps, {"eval/pass_rate": 0.75})
     log.close()
-    if model is not None:
-        policy = DensePolicy.load(ModelConfig(path=model), OptimizerConfig(), "cpu")
-        state = State(steps, "fixed-512", step_metrics(steps - 1))
-        Checkpoints(folder, keep=1).save(Learner(config, policy), Tokenizer(), config, state)
 
 
 def responses(step: int) -> list[dict[str, Any]]:
@@ -111,6 +94,7 @@ def responses(step: int) -> list[dict[str, Any]]:
         {
             "task": "story",
             "prompt_id": f"p{step}",
+            "prompt": f"<i>Tell story {step}.</i>",
             "sample": sample,
             "reward": reward,
             "scores": {"format": 0.25},

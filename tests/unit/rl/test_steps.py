@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.report.run_files import json_lines
+from sparrow_sglang.report import json_lines
 from sparrow_sglang.rl import evaluation, ladder, learner, loss, reference_policy, trainer
 from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.batch import Batch

@@ -1,1 +1,0 @@
-"""`sparrow report`: calibrations, benchmarks and training runs as one self-contained page."""
