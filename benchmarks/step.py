@@ -36,7 +36,7 @@ from sparrow_sglang.benchmarks.common import (
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
 from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.planning.cost_model import step_costs
+from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
@@ -153,12 +153,12 @@ def step_bytes(
     the output projection take one byte; of others the 16-bit weights are counted.
     """
     part, batch = shape.on_rank(ranks), len(lengths)
-    costs = step_costs(part, lengths, batch, schedule)
+    moved = step_time.step_bytes(part, lengths, schedule)
     weights = part.weights_read(1 if same_experts else batch)
     weight_bytes = 2 * weights
     if quantization == "fp8":
         weight_bytes = weights + part.hidden_size * part.vocab_size
-    return round(float((costs.bytes - costs.weight_bytes).sum()) + weight_bytes)
+    return round(moved.total - moved.weights + weight_bytes)
 
 
 def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing
-from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.errors import InputError, SparrowError
 from sparrow_sglang.hf_config import field_problem
 from sparrow_sglang.json_values import cut, quoted, relative_note
 
@@ -34,6 +34,7 @@ _EXPECTED_MODEL = (
 TEMPERATURE = 0.2
 """Of requests to the embedded model that name none, as its authors recommend: at 1 so small a model
 writes nonsense. Their top-p of 0.9 is left out, as it would cut off what audits compare."""
+HUB_TIMEOUT_S = 5.0
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
@@ -146,6 +147,26 @@ def missing_tokenizer(folder: Path) -> str | None:
     if any(found for kind in _TOKENIZERS for found in folder.glob(kind)):
         return None
     return f"{folder} has no tokenizer: expected {', '.join(_TOKENIZERS)}"
+
+
+def hub_config(model: str) -> Path:
+    """config.json of a model of the Hugging Face hub, from the local cache or else from the hub.
+
+    Raises `InputError` if there is none, or within `HUB_TIMEOUT_S` if the hub cannot be reached.
+    """
+    import httpx
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        # hf_hub_download retries for half a minute without a connection.
+        httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+        return Path(hf_hub_download(model, "config.json"))
+    except (HFValidationError, HfHubHTTPError, OSError, httpx.TransportError) as error:
+        raise InputError(f"--model-path {model}: {model_problem(model, error)}") from None
 
 
 def model_problem(path: str, error: Exception) -> str:

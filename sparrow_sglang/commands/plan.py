@@ -1,12 +1,12 @@
-"""`sparrow plan`: where the time of a decode step goes, and what a schedule is expected to save.
+"""`sparrow plan`: predicted times of decode steps, dense, sparse and lossless, and where they go.
 
-In: a model's config.json, a schedule, lengths, a GPU or its intensity. Out: a few tables as text.
 Needs no GPU and imports neither torch nor SGLang.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,76 +16,116 @@ from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
-from sparrow_sglang.models import model_folder, model_problem
-from sparrow_sglang.planning.cost_model import GPUS, Hardware
+from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.tables import DEFAULT_LENGTHS, Plan, render
+from sparrow_sglang.planning.step_time import (
+    GPUS,
+    constants,
+    lossless_ms,
+    step_bytes,
+    step_time,
+)
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import load_schedule, read_schedule, schedule_for_model
 
-_HUB_TIMEOUT_S = 10.0
-_MAX_LENGTH = 10_000_000  # every step up to it is computed, in some seconds
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+NO_GAIN = 1.03
+"""Predicted speed-ups below this one are no gain."""
+_LONGEST = 2**20
+_SAMPLES = 64
+_HEADS = (
+    *("cached", "read", "dense ms", "sparse ms", "speed-up", "response"),
+    *("lossless ms", "speed-up", "drafts"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is predicted from; `batch` sequences decode together on `gpu`."""
+
+    shape: ModelShape
+    schedule: BudgetSchedule
+    gpu: str
+    batch: int
+
+    def speedup(self, cached: int) -> float:
+        """Dense over sparse time of a step at `cached` tokens."""
+        time = partial(step_time, self.shape, self.gpu, self.batch, cached)
+        return time().total / time(self.schedule).total
+
+    def response_speedup(self, cached: int) -> float:
+        """Dense over sparse time of all steps from an empty cache to `cached` tokens."""
+        lengths = [-(-cached * (i + 1) // _SAMPLES) for i in range(_SAMPLES)]
+        dense, sparse = (
+            sum(step_time(self.shape, self.gpu, self.batch, n, use).total for n in lengths)
+            for use in (None, self.schedule)
+        )
+        return dense / sparse
+
+    def reason(self, cached: int) -> str:
+        """Where a step's time goes at `cached` tokens, in a sentence or two."""
+        dense = step_time(self.shape, self.gpu, self.batch, cached)
+        sparse = step_time(self.shape, self.gpu, self.batch, cached, self.schedule)
+        read = step_bytes(self.shape, [cached], self.schedule).read
+        if read >= cached:
+            return (
+                f"nothing is sparse at {cached:,} tokens: the budget of"
+                f" {self.schedule.kv_budget_tokens(cached):,} covers them"
+            )
+        shares = {"KV": dense.kv, "weights": dense.weights, "fixed cost": dense.fixed}
+        shown = ", ".join(f"{name} {ms / dense.total:.0%}" for name, ms in shares.items())
+        return (
+            f"a dense step at {cached:,} tokens: {shown}; sparse decode reads {read / cached:.0%}"
+            f" of the KV and takes {sparse.selection:.2f} ms to select it"
+        )
+
+    def verdict(self, lengths: Sequence[int]) -> str:
+        """What these cached tokens gain, in one line."""
+        best = max(lengths, key=self.speedup)
+        if (gain := self.speedup(best)) >= NO_GAIN:
+            return f"{gain:.2f}x as fast as dense at {best:,} tokens"
+        return f"no gain up to {lengths[-1]:,} tokens: dense decode is as fast"
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `plan` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        description="Predict from a model's shapes where the time of a decode step goes and how"
-        " much faster rollouts become under a schedule. Answers at once and needs no GPU.",
+        description="Predict from a model's shapes and measured steps how long a decode step takes,"
+        " dense, sparse and lossless. Needs no GPU.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model-path",
         required=True,
         help="folder with a config.json, smollm2-135m, or a name on the hub",
     )
-    parser.add_argument(
+    add(
         "--schedule",
         default=AUTO,
         help="shipped name, path to a .json file, fixed-<tokens>, or auto for the model's own"
         " (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--page-size",
         type=int,
         default=PAGE_SIZE,
         help="tokens per page of named and fixed schedules (default: %(default)s)",
     )
-    parser.add_argument(
-        "--length", type=count, nargs="+", help="generated tokens; each length gets a row"
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=count, default=512, help="tokens per prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--samples",
-        type=count,
-        default=8,
-        help="generations per prompt, which share the prompt's KV in the paper's formula"
-        " (default: %(default)s)",
-    )
-    parser.add_argument(
+    add("--length", type=count, nargs="+", help="cached tokens of a sequence; each gets a row")
+    add(
         "--batch",
         type=count,
         default=16,
         help="sequences that decode together on one GPU (default: %(default)s)",
     )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_ITEMSIZES,
-        default="auto",
-        help="KV cache dtype of the server; the paper's formula always counts 2 bytes per value"
-        " (default: %(default)s)",
-    )
-    hardware = parser.add_mutually_exclusive_group()
-    hardware.add_argument(
-        "--gpu",
-        choices=sorted(GPUS),
-        default="h200",
-        help="GPU whose data sheet is used (default: %(default)s)",
-    )
-    hardware.add_argument(
-        "--intensity", type=float, help="FLOPs per byte of another device, instead"
+    add("--kv-cache-dtype", choices=KV_ITEMSIZES, default="auto", help="(default: %(default)s)")
+    add("--gpu", choices=sorted(GPUS), default="h200", help="(default: %(default)s)")
+    add(
+        "--acceptance",
+        type=float,
+        default=0.95,
+        help="mean acceptance rate of drafts, for lossless decoding (default: %(default)s)",
     )
     parser.set_defaults(run=run)
     return parser
@@ -93,38 +133,62 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises `InputError`, `ModelError` or `ScheduleError`."""
-    print(render(make_plan(args)))
+    if not 0 <= args.acceptance < 1:
+        raise InputError(f"--acceptance {args.acceptance}: expected a rate from 0 to below 1")
+    name, config = _read_config(args.model_path)
+    shape = ModelShape.from_config(config)
+    shape = dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[args.kv_cache_dtype])
+    schedule = _read_schedule(args.schedule, config, args.page_size).for_model(config)
+    plan = Plan(shape, schedule, args.gpu, args.batch)
+    lengths = _lengths(args.length, config)
+    state = schedule.calibration(config) if schedule.calibrated else "not calibrated"
+    print(
+        f"{name}, schedule {schedule.name} ({state}), batch of {args.batch} on"
+        f" {args.gpu.upper()}: {plan.verdict(lengths)}\n"
+    )
+    print(_table(plan, lengths, args.acceptance))
+    for length in dict.fromkeys((lengths[0], lengths[-1])):
+        print(f"\n{plan.reason(length)}", end="")
+    measured = {Path(file).parent.name for file in constants()["fitted_to"]}
+    scaled = "" if args.gpu in measured else f"; {args.gpu.upper()} is scaled by its bandwidth"
+    print(
+        "\n\nread: KV tokens per step, mean over layers; response: all steps up to this length"
+        f"\nlossless: drafts of this schedule, accepted at a rate of {args.acceptance}"
+        f"\nfitted to measured steps on {', '.join(sorted(measured)).upper()}{scaled}"
+    )
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Read and check everything that the parsed options name."""
-    if args.intensity is not None and not 0 < args.intensity < float("inf"):
-        raise InputError(f"--intensity={args.intensity}: expected FLOPs per byte, e.g. 206 (H200)")
-    model, config = _read_config(args.model_path)
-    shape = ModelShape.from_config(config)
-    shape = dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[args.kv_cache_dtype])
-    context = text_config(config).get("max_position_embeddings") or 2**30
-    room = context - args.prompt_tokens
-    fitting = [length for length in DEFAULT_LENGTHS if length <= room]
-    lengths = sorted(args.length or fitting or [max(1, room)])
-    if args.prompt_tokens + lengths[-1] > _MAX_LENGTH:
+def _lengths(chosen: Sequence[int] | None, config: Mapping[str, Any]) -> list[int]:
+    positions = text_config(config).get("max_position_embeddings") or _LONGEST
+    if chosen and max(chosen) > positions:
         raise InputError(
-            f"a prompt of {args.prompt_tokens} and a response of {lengths[-1]} tokens: expected"
-            f" --prompt-tokens and the longest length to be at most {_MAX_LENGTH} together"
+            f"--length {max(chosen)}: expected at most {positions}, the model's positions"
         )
-    schedule = _read_schedule(args.schedule, config, args.page_size).for_model(config)
-    return Plan(
-        model=model,
-        shape=shape,
-        schedule=schedule,
-        calibration=schedule.calibration(config),
-        hardware=GPUS[args.gpu] if args.intensity is None else Hardware("", args.intensity, 1.0),
-        lengths=tuple(lengths),
-        prompt_tokens=args.prompt_tokens,
-        samples=args.samples,
-        batch=args.batch,
-    )
+    fitting = [length for length in LENGTHS if length <= positions]
+    return sorted(chosen or fitting or [positions])
+
+
+def _table(plan: Plan, lengths: Sequence[int], acceptance: float) -> str:
+    rows: list[Sequence[str]] = [_HEADS]
+    for cached in lengths:
+        dense, sparse = (
+            step_time(plan.shape, plan.gpu, plan.batch, cached, use).total
+            for use in (None, plan.schedule)
+        )
+        read = step_bytes(plan.shape, [cached], plan.schedule).read
+        lossless, drafts = lossless_ms(dense, sparse, acceptance)
+        cells = [f"{cached:,}", f"{read:,.0f}" if read < cached else "all"]
+        cells += [f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}x"]
+        cells += [f"{plan.response_speedup(cached):.2f}x"]
+        if lossless < dense:
+            cells += [f"{lossless:.2f}", f"{dense / lossless:.2f}x", str(drafts)]
+        else:
+            cells += ["dense", "", ""]
+        rows.append(cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(map(str.rstrip, lines))
 
 
 def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
@@ -137,7 +201,7 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
     elif path.exists():
         name = path.resolve().parent.name
     else:
-        name, path = path.name, _shipped_config(path.name) or _hub_config(model_path)
+        name, path = path.name, _shipped_config(path.name) or hub_config(model_path)
     return name, read_object(path, "a model's config.json for --model-path")
 
 
@@ -147,27 +211,8 @@ def _shipped_config(name: str) -> Path | None:
     return path if path.exists() else None
 
 
-def _hub_config(model: str) -> Path:
-    """config.json of a Hugging Face model, from the local cache or else from the hub."""
-    import httpx
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model, "config.json")
-        if isinstance(cached, str):
-            return Path(cached)
-        # Test the connection first, as hf_hub_download retries for half a minute without one.
-        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-        return Path(hf_hub_download(model, "config.json"))
-    except (HFValidationError, HfHubHTTPError, OSError, httpx.TransportError) as error:
-        raise InputError(f"--model-path {model}: {model_problem(model, error)}") from None
-
-
 def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
     if spec == AUTO:
         return schedule_for_model(config, page_size, "--schedule")
     # A file has its own page size, and there is no server yet whose page size could differ.
-    if spec.endswith(".json"):
-        return BudgetSchedule.from_json(spec)
-    return load_schedule(spec, page_size)
+    return read_schedule(spec) if spec.endswith(".json") else load_schedule(spec, page_size)

@@ -59,7 +59,7 @@ class LinearAttention:
     """Gated delta rule in place of attention over KV, as in Qwen3-Next and Qwen3.5.
 
     Each of `value_heads` keeps a state of key_dim x value_dim numbers in fp32, and a convolution
-    keeps the latest `conv_tokens` - 1 of its inputs in 16 bits, as SGLang 0.5.17 does by default.
+    keeps the latest `conv_tokens` - 1 of its inputs in 16 bits, as SGLang does by default.
 
     Attributes:
         layers: those that have it.
@@ -102,11 +102,6 @@ class LinearAttention:
     def moved_bytes(self) -> int:
         """Bytes that a step reads and writes of one sequence's states, in all layers."""
         return 2 * len(self.layers) * self.state_bytes
-
-    @property
-    def state_flops(self) -> int:
-        """FLOPs of one token in all layers: decay, both products with the state, and its change."""
-        return 7 * len(self.layers) * self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -156,10 +151,9 @@ class ModelShape:
         for key in refused:
             if config.get(key):
                 raise InputError(
-                    f"{key}={quoted(config[key])}: the cost model covers models with grouped-query"
-                    " attention, full, or with a sliding window or a gated delta rule in the layers"
-                    " that layer_types names, and dense or with routed experts; DeepSeek's experts"
-                    " and latent attention are not counted"
+                    f"{key}={quoted(config[key])} cannot be predicted: expected grouped-query"
+                    " attention, windows and gated delta rules only in layers that layer_types"
+                    " names, and MLPs that are dense or have routed experts"
                 )
         num_layers = _positive(config, "num_hidden_layers")
         experts = _experts(config, num_layers)
@@ -218,17 +212,9 @@ class ModelShape:
             experts=experts,
         )
 
-    @property
-    def parameters(self) -> int:
-        """P: weights that a token is multiplied with; a lookup in an input embedding is not."""
-        experts = self.experts
-        return self._shared + (experts.layers * experts.per_token * self._expert if experts else 0)
-
     def weights_read(self, batch: float) -> float:
-        """Weights that a step of `batch` tokens reads, of experts those expected to be chosen.
-
-        With `batch=math.inf` these are all weights that any token is multiplied with.
-        """
+        """Weights that a step of `batch` tokens reads, of experts those expected to be chosen; with
+        `math.inf` all but the input embedding, of which a step looks up single rows."""
         if self.experts is None:
             return self._shared
         return self._shared + self.experts.layers * self.experts.expected(batch) * self._expert
@@ -270,11 +256,6 @@ class ModelShape:
         """Key and value values of one cached token in one layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
-    @property
-    def kv_width(self) -> int:
-        """D: key and value values of one cached token over the layers that keep the whole KV."""
-        return self.layer_kv_width * self.whole_layers
-
     def dense_layers(self, schedule: BudgetSchedule) -> int:
         """How many of the layers that keep the whole KV are dense under `schedule`."""
         dense = set(schedule.dense_layers) - set(self.partial_layers)
@@ -284,11 +265,6 @@ class ModelShape:
     def partial_layers(self) -> tuple[int, ...]:
         """Layers with a sliding window or linear attention."""
         return self.window_layers + (self.linear.layers if self.linear else ())
-
-    @property
-    def gqa_ratio(self) -> float:
-        """r: query heads per KV head."""
-        return self.num_q_heads / self.num_kv_heads
 
 
 def _experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:

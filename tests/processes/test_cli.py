@@ -20,7 +20,7 @@ ANSWERED = [
     (["serve", "-h", "--port", "1"], ["examples:"]),
     (["doctor", "--help"], ["examples:", "exit code 1"]),
     (["plan", "--help"], ["Predict", "--model-path"]),
-    (["plan", "--model-path", str(MODEL)], ["Expected rollout speed-up"]),
+    (["plan", "--model-path", str(MODEL)], ["as fast as dense"]),
     (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
     (["bench", "step", "-h"], ["examples", "fill:LOW-HIGH:TOKENS", "qwen3-14b"]),
     (["--version"], [version("sparrow-sglang")]),

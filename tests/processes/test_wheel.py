@@ -76,7 +76,14 @@ def dist(source: Path) -> Path:
 
 def shipped() -> set[str]:
     """Every module and every data file that code reads, by its path in the package."""
-    wanted = ("*.py", "schedules/*.json", "*.j2", "models/*/config.json", "py.typed")
+    wanted = (
+        "*.py",
+        "schedules/*.json",
+        "planning/*.json",
+        "*.j2",
+        "models/*/config.json",
+        "py.typed",
+    )
     return {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, package in FOLDERS.items()

@@ -1,4 +1,4 @@
-"""Model shapes for the tests of the cost model: a small one, and the benchmarked ones."""
+"""Model shapes for the tests of planning: a small one, and the benchmarked ones."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from sparrow_sglang.planning.model_shape import ModelShape
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 
-# P: a layer has 8 * (4 * 2 * (4 + 2) + 3 * 16) = 8 * 96 = 768 weights, two have 1536, the
-# vocabulary projection 10 * 8 = 80: 1616. D = 2 * 2 * 4 * 2 layers = 32, r = 4 / 2 = 2.
+# A layer has 8 * (4 * 2 * (4 + 2) + 3 * 16) = 8 * 96 = 768 weights, two have 1536, the
+# vocabulary projection 10 * 8 = 80: 1616. A token has 2 * 2 * 4 = 16 values in a layer's KV.
 GROUPED = ModelShape(
     hidden_size=8,
     intermediate_size=16,

@@ -14,8 +14,8 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.planning.cost_model import step_costs
 from sparrow_sglang.planning.model_shape import Experts, ModelShape
+from sparrow_sglang.planning.step_time import step_bytes
 from sparrow_sglang.schedule import BudgetSchedule
 
 TINY = {
@@ -43,7 +43,6 @@ class TestExperts:
         shape = ModelShape.from_config(ROUTED)
         # A token is multiplied with two experts of the one layer, of which a step reads up to
         # three. Two tokens leave an expert out with probability 1 / 9: 8 / 3 experts are read.
-        assert shape.parameters == 1256 + 2 * 48
         assert shape.weights_read(math.inf) == 1256 + 3 * 48
         assert shape.weights_read(1) == pytest.approx(1256 + 2 * 48)
         assert shape.weights_read(2) == pytest.approx(1256 + 8 / 3 * 48)
@@ -61,7 +60,7 @@ class TestExperts:
         shape = qwen("30b-a3b")
         # As published (30.5 billion, 3.3 of them active), less the input embedding of 0.31.
         assert shape.weights_read(math.inf) / 1e9 == pytest.approx(30.2, abs=0.05)
-        assert shape.parameters / 1e9 == pytest.approx(3.04, abs=0.01)
+        assert shape.weights_read(1) / 1e9 == pytest.approx(3.04, abs=0.01)
         # 1 - (15 / 16)^16 = 0.644 of the experts at batch 16, 0.984 at batch 64.
         assert shape.experts is not None
         assert shape.experts.expected(16) / 128 == pytest.approx(0.644, abs=1e-3)
@@ -84,9 +83,7 @@ class TestExperts:
 
     def test_a_step_reads_more_experts_the_larger_its_batch(self) -> None:
         shape = qwen("30b-a3b")
-        read = [
-            batch * float(step_costs(shape, [100], batch).weight_bytes[0]) for batch in (1, 16, 64)
-        ]
+        read = [step_bytes(shape, [100] * batch).weights for batch in (1, 16, 64)]
         assert read == pytest.approx([2 * shape.weights_read(batch) for batch in (1, 16, 64)])
         # 6 GB for one token, all but a sixtieth of 60.4 GB at 64.
         assert [round(size / 1e9, 1) for size in read] == [6.1, 39.8, 59.5]
@@ -108,19 +105,12 @@ LINEAR = TINY | {
 class TestLinearAttention:
     def test_weights_and_states_by_hand(self) -> None:
         shape = ModelShape.from_config(LINEAR)
-        assert shape.parameters == 768 + 512 + 2 * 384 + 80
+        assert shape.weights_read(1) == 768 + 512 + 2 * 384 + 80
         assert shape.linear is not None
         # 4 heads of 3 * 5 numbers of 4 bytes, and three inputs of the convolution, 32 * 2 bytes.
         assert shape.linear.state_bytes == 240 + 192
         # One layer has keys and values of 2 heads * 4.
-        assert (shape.kv_width, shape.whole_layers) == (16, 1)
-
-    def test_a_step_reads_and_writes_states_and_the_kv_of_other_layers(self) -> None:
-        costs = step_costs(ModelShape.from_config(LINEAR), [100, 1000], 4)
-        assert costs.state_bytes.tolist() == [2 * 432] * 2
-        assert costs.kv_bytes.tolist() == [2 * 16 * 100, 2 * 16 * 1000]
-        # Decay, two products and an outer product of 4 * 3 * 5 numbers; q.k and p.v of 4 heads.
-        assert costs.attention_flops.tolist() == [420 + 4 * 16 * 100, 420 + 4 * 16 * 1000]
+        assert (shape.layer_kv_width, shape.whole_layers) == (16, 1)
 
     def test_dense_layers_are_those_with_the_whole_kv(self) -> None:
         schedule = BudgetSchedule.fixed(64)
@@ -159,12 +149,12 @@ class TestRanks:
         for batch in (1.0, 16.0, math.inf):
             both = 2 * half.weights_read(batch)
             assert both == pytest.approx(whole.weights_read(batch) + routers)
-        assert 2 * half.kv_width == whole.kv_width
-        assert half.gqa_ratio == whole.gqa_ratio
+        assert 2 * half.layer_kv_width == whole.layer_kv_width
 
     def test_kv_heads_are_repeated_on_more_ranks(self) -> None:
         # Four KV heads on eight ranks: one each, so that two ranks hold the same.
-        assert 8 * qwen("30b-a3b").on_rank(8).kv_width == 2 * qwen("30b-a3b").kv_width
+        whole = qwen("30b-a3b")
+        assert 8 * whole.on_rank(8).layer_kv_width == 2 * whole.layer_kv_width
 
     def test_refuses_what_cannot_be_split(self) -> None:
         with pytest.raises(InputError, match="3 tensor-parallel ranks: 4 KV heads"):

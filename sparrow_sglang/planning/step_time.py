@@ -1,0 +1,161 @@
+"""Bytes of a decode step from a model's shapes, and its milliseconds from bytes and measured steps.
+
+A step takes the sum of `STEP_TERMS` times the constants in step_times.json, which
+tools/fit_step_times.py fits to rows of `sparrow bench step`. Imports neither torch nor SGLang.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.schedule import BudgetSchedule
+
+GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
+"""Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""
+VERIFICATION = 1.2
+"""Dense steps that verifying a round of drafts takes."""
+MOST_DRAFTS = 12
+CONSTANTS = Path(__file__).with_name("step_times.json")
+
+_BYTES_PER_VALUE = 2
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one step of a batch reads, and of linear attention's states also writes.
+
+    `read` is the mean of KV tokens that a layer with whole KV reads of a sequence; `scored` counts
+    pages that a layer scores, over its layers and the longest sequence; `sparse` counts layers that
+    leave something out.
+    """
+
+    weights: float
+    kv: float
+    landmarks: float
+    states: float
+    read: float
+    scored: float
+    sparse: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.kv + self.landmarks + self.states
+
+
+def step_bytes(
+    shape: ModelShape, lengths: Sequence[int], schedule: BudgetSchedule | None = None
+) -> StepBytes:
+    """One step of sequences with these cached tokens; dense without a schedule.
+
+    Weights are read once, of experts as many as the batch is expected to choose. Dense layers read
+    all KV, layers with a sliding window their window, sparse ones their budget and, of sequences
+    beyond it, the landmarks between sinks and recent pages.
+    """
+    cached = np.asarray(lengths, dtype=np.int64)
+    whole = shape.whole_layers
+    token_layers = cached * np.float64(whole)
+    landmarks = scored = sparse = 0.0
+    if schedule is not None and whole:
+        dense_layers = shape.dense_layers(schedule)
+        sparse_layers = whole - dense_layers
+        token_layers = dense_layers * cached + sparse_layers * schedule.tokens_read(cached).astype(
+            np.float64
+        )
+        pages = -(-cached // schedule.page_size)
+        over = sparse_layers * np.mean(
+            [schedule.pages_read(pages, weight) < pages for weight in schedule.sparse_weights],
+            axis=0,
+        )
+        page_layers = over * (pages - schedule.sink_pages - schedule.recent_pages)
+        page_bytes = schedule.selection.landmark_bytes(
+            schedule.page_size, shape.head_dim, _BYTES_PER_VALUE
+        )
+        landmarks = float(page_bytes * shape.num_kv_heads * page_layers.sum())
+        scored, sparse = float(page_layers.max()), float(over.max())
+    read = float(token_layers.mean()) / whole if whole else 0.0
+    windows = len(shape.window_layers) * np.minimum(cached, shape.window_tokens)
+    return StepBytes(
+        weights=_BYTES_PER_VALUE * shape.weights_read(len(cached)),
+        kv=float(shape.kv_itemsize * shape.layer_kv_width * (token_layers + windows).sum()),
+        landmarks=landmarks,
+        states=float(len(cached) * shape.linear.moved_bytes) if shape.linear else 0.0,
+        read=read,
+        scored=scored,
+        sparse=sparse,
+    )
+
+
+def step_terms(
+    shape: ModelShape, gpu: str, lengths: Sequence[int], schedule: BudgetSchedule | None
+) -> dict[str, float]:
+    """What a step's time is linear in: milliseconds at the GPU's bandwidth, and counts."""
+    moved = step_bytes(shape, lengths, schedule)
+    ms = 1e3 / GPUS[gpu]
+    return {
+        "weights": moved.weights * ms,
+        "kv": moved.kv * ms,
+        # Dense backends read an FP8 cache at a lower rate.
+        "kv_fp8_dense": moved.kv * ms if shape.kv_itemsize == 1 and schedule is None else 0.0,
+        "landmarks": moved.landmarks * ms,
+        "scored_pages": moved.scored,
+        "sparse_layers": moved.sparse,
+        "layers": float(shape.num_layers),
+        "expert_layers": float(shape.experts.layers) if shape.experts else 0.0,
+        "linear_layers": float(len(shape.linear.layers)) if shape.linear else 0.0,
+        "sequence_layers": float(len(lengths) * shape.num_layers),
+    }
+
+
+@cache
+def constants() -> Mapping[str, Any]:
+    """`fitted_to`, the result files, and `ms`, a factor for each of `step_terms`."""
+    content: Mapping[str, Any] = json.loads(CONSTANTS.read_text("utf-8"))
+    return content
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted milliseconds of a step: reading weights, reading KV, selection, and the rest."""
+
+    weights: float
+    kv: float
+    selection: float
+    fixed: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.kv + self.selection + self.fixed
+
+
+def step_time(
+    shape: ModelShape, gpu: str, batch: int, cached: int, schedule: BudgetSchedule | None = None
+) -> StepTime:
+    """A step of `batch` sequences of `cached` tokens each; dense without a schedule."""
+    factors = constants()["ms"]
+    terms = step_terms(shape, gpu, [cached] * batch, schedule)
+    parts = {name: factors[name] * value for name, value in terms.items()}
+    weights, kv = parts.pop("weights"), parts.pop("kv") + parts.pop("kv_fp8_dense")
+    selection = sum(parts.pop(name) for name in ("landmarks", "scored_pages", "sparse_layers"))
+    return StepTime(weights, kv, selection, sum(parts.values()))
+
+
+def lossless_ms(dense_ms: float, sparse_ms: float, acceptance: float) -> tuple[float, int]:
+    """Milliseconds a token of lossless decoding with the best number of drafts, and that number.
+
+    A round of k drafts takes k sparse steps and `VERIFICATION` dense ones, and gives
+    (1 - a^(k + 1)) / (1 - a) tokens at the acceptance rate a below 1 (Leviathan et al., 2023).
+    """
+    rounds = {
+        k: (k * sparse_ms + VERIFICATION * dense_ms)
+        * (1 - acceptance)
+        / (1 - acceptance ** (k + 1))
+        for k in range(1, MOST_DRAFTS + 1)
+    }
+    drafts = min(rounds, key=lambda k: rounds[k])
+    return rounds[drafts], drafts

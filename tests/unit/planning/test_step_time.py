@@ -1,0 +1,144 @@
+"""Bytes of a step by hand and against loops; predicted times against measured ones."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract import budget_pages, choose_pages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapes import GROUPED, MODELS, qwen
+
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.step_time import constants, lossless_ms, step_bytes, step_time
+from sparrow_sglang.schedule import BudgetSchedule
+
+ROOT = Path(__file__).parents[3]
+
+
+def measured_rows() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    spec = importlib.util.spec_from_file_location("fit", ROOT / "tools" / "fit_step_times.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield from module.rows_of(constants()["fitted_to"])
+
+
+class TestTimes:
+    def test_predictions_are_within_15_percent_of_every_measured_step(self) -> None:
+        rows = list(measured_rows())
+        assert len(rows) > 30 and {row["schedule"] is None for row, _ in rows} == {True, False}
+        for row, terms in rows:
+            predicted = sum(constants()["ms"][name] * value for name, value in terms.items())
+            assert predicted == pytest.approx(row["step_ms"], rel=0.15), row
+
+    def test_within_the_budget_sparse_takes_what_dense_takes(self) -> None:
+        schedule = BudgetSchedule.fixed(65536)
+        dense = step_time(qwen("1.7b"), "h200", 16, 32768)
+        assert step_time(qwen("1.7b"), "h200", 16, 32768, schedule) == dense
+
+    def test_a_round_of_drafts_by_counting(self) -> None:
+        # Tokens of a round: each draft counts if it and all before it are accepted, and one more.
+        a, dense, sparse = 0.8, 10.0, 2.0
+        rounds = {k: 1 + sum(a**i for i in range(1, k + 1)) for k in range(1, 13)}
+        expected = {k: (k * sparse + 1.2 * dense) / tokens for k, tokens in rounds.items()}
+        ms, drafts = lossless_ms(dense, sparse, a)
+        assert drafts == min(expected, key=lambda k: expected[k])
+        assert ms == pytest.approx(expected[drafts])
+
+
+class TestBytes:
+    def test_one_step_by_hand(self) -> None:
+        schedule = BudgetSchedule(
+            name="s", page_size=16, bin_tokens=16, budget_tokens=(64,), dense_layers=(0, 5)
+        )
+        # 100 tokens are 7 pages, the last one short of 12; a budget of 4 pages reads 64 - 12 = 52.
+        # Layer 0 reads 100 (the model has no layer 5), layer 1 reads 52; a token has 16 values of 2
+        # bytes in a layer. The 4 pages between 1 sink and 2 recent pages are scored.
+        moved = step_bytes(GROUPED, [100] * 8, schedule)
+        assert moved.weights == 2 * 1616
+        assert moved.kv == 8 * 2 * 16 * 152
+        assert moved.landmarks == 8 * 16 * 4
+        assert (moved.read, moved.scored, moved.sparse) == (76, 4, 1)
+        dense = step_bytes(GROUPED, [100, 40])
+        assert dense.kv == 2 * 16 * 2 * 140 and dense.landmarks == dense.sparse == 0
+
+    def test_one_step_with_sliding_windows_by_hand(self) -> None:
+        # Three layers; layers 0 and 2 read at most 24 tokens.
+        windows = replace(GROUPED, num_layers=3, window_layers=(0, 2), window_tokens=24)
+        assert step_bytes(windows, [20]).kv == 2 * 16 * 3 * 20
+        assert step_bytes(windows, [100]).kv == 2 * 16 * (100 + 2 * 24)
+        # As above, layer 1 reads 52 of 100 tokens and scores 4 pages. Layer 0 is dense either way.
+        for layers in ((0,), (0, 2)):
+            schedule = BudgetSchedule.fixed(64).model_copy(update={"dense_layers": layers})
+            sparse = step_bytes(windows, [100], schedule)
+            assert sparse.kv == 2 * 16 * (52 + 2 * 24)
+            assert sparse.landmarks == 16 * 4
+
+    def test_within_the_budget_nothing_is_scored(self) -> None:
+        schedule = BudgetSchedule.fixed(64)
+        # Both layers of the small model are dense ones.
+        for shape, over in ((GROUPED, False), (qwen("1.7b"), True)):
+            scored = [step_bytes(shape, [n], schedule).landmarks > 0 for n in (63, 64, 65)]
+            assert scored == [False, False, over]
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.sampled_from([16, 32, 64]),
+        st.integers(1, 6),
+        st.lists(st.integers(0, 5), min_size=1, max_size=4),
+        st.integers(1, 2000),
+    )
+    def test_tokens_read_are_those_of_the_kept_pages(
+        self, page: int, bin_pages: int, growth: list[int], length: int
+    ) -> None:
+        budgets = [(3 + sum(growth[: i + 1])) * page for i in range(len(growth))]
+        schedule = BudgetSchedule(
+            name="s", page_size=page, bin_tokens=bin_pages * page, budget_tokens=tuple(budgets)
+        )
+        pages = -(-length // page)
+        budget = budget_pages(length, page, bin_pages * page, budgets)
+        kept = choose_pages([0.0] * pages, pages, budget, sinks=1, recents=2)
+        held = [min(page, length - index * page) for index in kept]
+        assert schedule.tokens_read([length]).tolist() == [sum(held)]
+
+    def test_a_step_reads_and_writes_states_of_linear_attention(self) -> None:
+        config = json.loads((MODELS / "qwen3.5-9b" / "config.json").read_text())
+        shape = ModelShape.from_config(config)
+        assert shape.linear is not None
+        assert step_bytes(shape, [100] * 4).states == 4 * shape.linear.moved_bytes
+        one, two = (step_bytes(shape, [n]).kv for n in (1000, 2000))
+        assert two == 2 * one == 2 * 1000 * 2 * shape.layer_kv_width * shape.whole_layers
+
+
+class TestShape:
+    @pytest.mark.parametrize(
+        ("size", "billions"), [("1.7b", 1.72), ("4b", 4.02), ("8b", 7.57), ("14b", 13.99)]
+    )
+    def test_qwen_parameters(self, size: str, billions: float) -> None:
+        # As published (1.7, 4.0, 8.2, 14.8 billion), less the input embedding where it is untied.
+        assert qwen(size).weights_read(1) / 1e9 == pytest.approx(billions, abs=0.01)
+
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            ({"hidden_size": None}, "hidden_size=None"),
+            ({"vocab_size": "many"}, "vocab_size='many'"),
+            ({"n_routed_experts": 64}, "n_routed_experts=64"),
+            ({"num_experts": 8}, "num_experts_per_tok=None"),
+            ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
+            ({"full_attention_interval": 4, "layer_types": None}, "linear_num_key_heads=None"),
+            ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
+            ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
+            ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None"),
+        ],
+    )
+    def test_refuses_models_that_are_not_covered(self, change: dict[str, Any], field: str) -> None:
+        config = json.loads((MODELS / "qwen3-4b" / "config.json").read_text())
+        with pytest.raises(InputError, match=field):
+            ModelShape.from_config(config | change)
