@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
+
+from sparrow_sglang.rl.types import Rewards, known_rewards
 
 _EPSILON = 1e-6
 
@@ -13,46 +15,55 @@ _EPSILON = 1e-6
 class Advantages:
     """Advantages of a batch of groups.
 
-    `values` holds one float64 array [n] per group. `in_loss` says which groups the loss takes: all
-    but the zero-advantage groups, in which all samples earned the same reward.
+    `values` holds one float64 array [n] per group. `in_loss` [n] says which responses the loss
+    takes: those with a reward, in groups where rewards differ.
     """
 
     values: tuple[NDArray[np.float64], ...]
-    in_loss: tuple[bool, ...]
+    in_loss: tuple[NDArray[np.bool_], ...]
 
     def metrics(self) -> dict[str, float]:
         """Number and share of groups left out of the loss."""
-        left_out = self.in_loss.count(False)
+        left_out = sum(not group.any() for group in self.in_loss)
         return {
             "sparrow/zero_std_groups": float(left_out),
             "sparrow/zero_std_fraction": left_out / len(self.in_loss),
         }
 
 
-def group_advantages(rewards: Sequence[ArrayLike], std_normalisation: bool = True) -> Advantages:
+def group_advantages(rewards: Sequence[Rewards], std_normalisation: bool = True) -> Advantages:
     """Reward minus the group's mean, divided by the group's standard deviation + 1e-6 if asked.
 
-    `rewards` holds one array [n] per group; the standard deviation is the sample's (n - 1). Raises
-    `ValueError` on no groups, on groups of fewer than two samples and on rewards that are not
-    finite.
+    Both are of the rewards that are not missing; the standard deviation is the sample's (n - 1).
+    Raises `ValueError` on no groups, on groups of fewer than two samples and on rewards that are
+    not finite.
     """
-    groups = [np.asarray(group, dtype=np.float64) for group in rewards]
-    if not groups:
+    if not rewards:
         raise ValueError("rewards hold no groups: expected at least one")
-    for index, group in enumerate(groups):
-        if group.ndim != 1 or group.size < 2 or not np.isfinite(group).all():
+    for index, group in enumerate(rewards):
+        if len(group) < 2 or not np.isfinite(known_rewards(group)).all():
             raise ValueError(
-                f"rewards[{index}]={group.tolist()}: expected two or more finite rewards, one for"
-                " each sample of the prompt"
+                f"rewards[{index}]={list(group)}: expected two or more finite rewards, one for each"
+                " sample of the prompt"
             )
-    in_loss = tuple(bool(group.max() > group.min()) for group in groups)
-    values = tuple(
-        _relative(group, std_normalisation) if used else np.zeros_like(group)
-        for group, used in zip(groups, in_loss, strict=True)
-    )
-    return Advantages(values, in_loss)
+    parts = [_of_group(group, std_normalisation) for group in rewards]
+    return Advantages(tuple(values for values, _ in parts), tuple(used for _, used in parts))
 
 
-def _relative(rewards: NDArray[np.float64], std_normalisation: bool) -> NDArray[np.float64]:
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=1) + _EPSILON) if std_normalisation else centred
+def rewards_differ(rewards: Rewards) -> bool:
+    """Whether a group teaches anything: two of its known rewards differ."""
+    values = known_rewards(rewards)
+    return bool(values.size and values.max() > values.min())
+
+
+def _of_group(
+    rewards: Rewards, std_normalisation: bool
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    used = np.array([reward is not None for reward in rewards]) & rewards_differ(rewards)
+    values = np.zeros(len(rewards))
+    if used.any():
+        given = known_rewards(rewards)
+        values[used] = given - given.mean()
+        if std_normalisation:
+            values /= given.std(ddof=1) + _EPSILON
+    return values, used

@@ -25,8 +25,7 @@ class Batch:
 
     `rollout_logprobs` [N] fp32 come from the sparse actor, `advantages` [N] fp32 repeat the
     advantage of a response for each of its tokens, `group` [S] int64 is the index of each rollout's
-    group, and `in_loss` [S] says which responses the loss takes: those of groups with different
-    rewards, unless they are masked.
+    group, and `in_loss` [S] says which responses the loss takes, see `Advantages`.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -47,7 +46,7 @@ class Batch:
             torch.from_numpy(np.concatenate([rollout.logprobs for rollout in rollouts])),
             values.repeat_interleave(lengths),
             torch.arange(len(groups)).repeat_interleave(sizes),
-            torch.tensor(advantages.in_loss).repeat_interleave(sizes),
+            torch.from_numpy(np.concatenate(advantages.in_loss)),
         )
 
     @property

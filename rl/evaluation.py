@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from sparrow_sglang.rl.config import EvaluationConfig
 from sparrow_sglang.rl.engines.responses import OnFinished
 from sparrow_sglang.rl.sparse_actor import SparseActor
-from sparrow_sglang.rl.tasks.rewards import RewardPool, Scores
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed, Scores
+from sparrow_sglang.rl.types import Group, Prompt, Rewards, known_rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,7 @@ def evaluate(
 
     `eval/pass_rate` is the mean reward, even for a task that gives rewards between 0 and 1. With
     several sets each has its own, `eval/NAME/pass_rate`, and `eval/pass_rate` is their mean.
+    Responses with a missing reward count in none of them. Raises `RewardsFailed`.
     `counter(stage, responses)` returns a function that counts finished responses.
     """
     chosen = {name: prompts[: settings.prompts or None] for name, prompts in heldout.items()}
@@ -78,16 +79,23 @@ def evaluate(
 
 
 def _set_metrics(
-    rewards: Sequence[NDArray[np.float64]], groups: Sequence[Group], settings: EvaluationConfig
+    rewards: Sequence[Rewards], groups: Sequence[Group], settings: EvaluationConfig
 ) -> dict[str, float]:
-    means = np.array([group.mean() for group in rewards])
+    known = [values for group in rewards if (values := known_rewards(group)).size]
+    if not known:
+        raise RewardsFailed(f"all {len(rewards)} prompts of a held-out set have no reward")
+    means = np.array([values.mean() for values in known])
     lengths = [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
-    passed = [group >= settings.pass_reward for group in rewards]
+    passed = [values >= settings.pass_reward for values in known]
     return {
         "pass_rate": float(means.mean()),
         "pass_rate_stderr": float(means.std() / np.sqrt(len(means))),
         "response_length": float(np.mean(lengths)),
-    } | {f"pass@{k}": pass_at(k, passed) for k in settings.pass_at}
+    } | {
+        f"pass@{k}": pass_at(k, enough)
+        for k in settings.pass_at
+        if (enough := [values for values in passed if len(values) >= k])
+    }
 
 
 def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:

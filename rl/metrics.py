@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.acceptance import mean_acceptance_from_samples
 from sparrow_sglang.rl.acceptance import tail_percentile
 from sparrow_sglang.rl.config import DENSE
-from sparrow_sglang.rl.types import Group, Rollout
+from sparrow_sglang.rl.types import Group, Rewards, Rollout, known_rewards
 from sparrow_sglang.schedule import BudgetSchedule
 
 LOG_RATIO_BOUND = 20.0
@@ -124,21 +124,23 @@ def importance_metrics(
     return {f"rollout_corr/rollout_is_{name}": float(value) for name, value in values.items()}
 
 
-def rollout_metrics(groups: Sequence[Group], rewards: Sequence[ArrayLike]) -> dict[str, float]:
-    """Rewards and response lengths of a batch, under verl's names; rewards are [n] per group.
+def rollout_metrics(groups: Sequence[Group], rewards: Sequence[Rewards]) -> dict[str, float]:
+    """Rewards and response lengths of a batch, under verl's names; missing rewards count nowhere.
 
     In a mixture of tasks, `sparrow/task/NAME/score` is the mean reward of each.
     `response_length/clip_ratio` is the share of responses that were cut at the length limit,
     `sparrow/retracted_fraction` the share of responses with a request that the engine retracted.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    scores = np.concatenate([np.asarray(group, np.float64) for group in rewards])
+    known = [known_rewards(group) for group in rewards]
+    scores = np.concatenate(known)
     lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
     cut = np.array([rollout.truncated for rollout in rollouts])
     prompts = np.array([len(group.prompt.input_ids) for group in groups])
     by_task: dict[str, list[float]] = {}
-    for values, group in zip(rewards, groups, strict=True):
-        by_task.setdefault(group.prompt.task, []).append(float(np.asarray(values).mean()))
+    for values, group in zip(known, groups, strict=True):
+        if values.size:
+            by_task.setdefault(group.prompt.task, []).append(float(values.mean()))
     named = {f"sparrow/task/{task}/score": float(np.mean(of)) for task, of in by_task.items()}
     return (named if len(named) > 1 else {}) | {
         "critic/score/mean": float(scores.mean()),

@@ -52,13 +52,6 @@ class SparseActor:
             self._engine.set_schedule(self.schedule)
             self._served = self.schedule
 
-    def roll_out(self, prompts: Sequence[Prompt], on_finished: OnFinished | None) -> list[Group]:
-        """A step's responses; afterwards the engine has released the device's memory."""
-        samples = self._config.rollout.samples_per_prompt
-        groups = self._engine.generate(prompts, samples, self._sampling, on_finished)
-        self._engine.release()
-        return groups
-
     def stream(
         self,
         groups: Sequence[Group],

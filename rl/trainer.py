@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+from sparrow_sglang.rl import partial
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
-from sparrow_sglang.rl.collect import dynamic_sampling, partial, whole
-from sparrow_sglang.rl.collect.base import Collected, Collector
+from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import Correction, correct
 from sparrow_sglang.rl.evaluation import evaluate
@@ -124,7 +124,7 @@ def train_step(run: Run, step: int) -> None:
     measured = acceptance.metrics() if acceptance else {}
     read = kv_metrics(batch.rollouts, actor.ladder.schedules) | prefill_metrics(batch.rollouts)
     with held_back(f"update of step {step}"):
-        with run.updating(collected):
+        with run.updating():
             with clock("update"):
                 weights = None if correction is None else correction.weights
                 updated = learner.update(batch, scored, weights, reference, lr)
@@ -134,6 +134,7 @@ def train_step(run: Run, step: int) -> None:
                 with clock("distill"):
                     distilled = learner.distill(batch, actor.schedule)
         # From here on the step is taken, and is saved even if a log cannot be written.
+        run.state.advance(collected.tokens, collected.replaced, collected.carried)
         correction = correction or _correct(batch, updated.scored, config)
         if move is not None:
             run.log.event(step, move.line(), asdict(move))
@@ -166,23 +167,12 @@ def train_step(run: Run, step: int) -> None:
 
 def _collect(run: Run, step: int, clock: Clock) -> Collected:
     """The step's groups; afterwards the engine has released the device's memory."""
-    config, settings = run.config, run.config.rollout
-    collector = Collector(
-        settings,
-        run.setup.train,
-        config.seed,
-        run.actor,
-        run.reward_workers,
-        clock,
-        run.log.responses,
-    )
+    settings = run.config.rollout
     # How many prompts the steps before this one have used.
     first = step * settings.prompts_per_step + run.state.replaced
     if settings.oversubscribe > 1:
-        return partial.collect(collector, first, step, run.state.carried)
-    if config.task.overlap_rewards or settings.dynamic_sampling > 1:
-        return dynamic_sampling.collect(collector, first)
-    return whole.collect(collector, first)
+        return partial.collect(run, first, step, clock)
+    return collect(run, first, clock)
 
 
 def _evaluate(run: Run) -> dict[str, float]:

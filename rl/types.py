@@ -118,6 +118,16 @@ class Rollout:
         ]
 
 
+Rewards = tuple[float | None, ...]
+"""Rewards of a group's responses, in their order; None where scoring failed, so that nothing is
+known of the response."""
+
+
+def known_rewards(rewards: Rewards) -> NDArray[np.float64]:
+    """The rewards that are not missing."""
+    return np.array([reward for reward in rewards if reward is not None], np.float64)
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """All samples of one prompt, in the order of `Rollout.sample`."""

@@ -59,13 +59,9 @@ class TaskConfig(TaskSource):
     """Processes that compute rewards."""
     reward_timeout_s: PositiveFloat = 30.0
     """Wall-clock limit in seconds for one reward, or one batch of rewards; a reward that takes
-    longer is 0."""
+    longer is missing: its response is in no loss and no mean."""
     rewards_timeout_s: PositiveFloat = 300.0
-    """Wall-clock limit in seconds for all rewards of a step, counted from its last response; those
-    that are missing then are 0."""
-    overlap_rewards: bool = False
-    """Compute rewards of finished groups while others are still sampled (slime's
-    generate_and_rm_group)."""
+    """Wall-clock limit in seconds for all rewards of a step, counted from its last response."""
 
 
 class RolloutConfig(Section):
@@ -83,8 +79,8 @@ class RolloutConfig(Section):
     """Response length at which sampling stops."""
     truncated: Literal["keep", "mask", "penalty"] = "keep"
     """Responses that were cut off at `max_new_tokens`: "keep" trains on them with the reward that
-    the task gives, "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them reward
-    0."""
+    the task gives, "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them the
+    lowest reward of their group, or 0 if that is lower."""
     overlong_tokens: NonNegativeInt = 0
     """Length of the range before `max_new_tokens` in which a response loses reward, linearly up to
     `overlong_penalty` at the limit; 0 for no such penalty (DAPO's soft overlong punishment: 4096 of

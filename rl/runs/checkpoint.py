@@ -60,7 +60,6 @@ _FREE = (
     "optimizer.warmup_steps",
     "rollout.max_new_tokens",
     "rollout.timeout_s",
-    "task.overlap_rewards",
     "task.reward_timeout_s",
     "task.rewards_timeout_s",
     "task.reward_workers",
@@ -84,6 +83,13 @@ class State:
     tokens: int = 0
     prompts: str = ""
     carried: tuple[Group, ...] = ()
+
+    def advance(self, tokens: int, replaced: int, carried: tuple[Group, ...]) -> None:
+        """Count a step that sampled `tokens` and replaced so many groups."""
+        self.step += 1
+        self.tokens += tokens
+        self.replaced += replaced
+        self.carried = carried
 
 
 @contextmanager

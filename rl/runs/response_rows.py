@@ -3,11 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sparrow_sglang.rl.evaluation import Evaluation
-from sparrow_sglang.rl.types import Group
+from sparrow_sglang.rl.types import Group, Rewards
 
 Decode = Callable[[Sequence[int]], str]
 """The text of token ids, special tokens included."""
@@ -15,14 +12,14 @@ Decode = Callable[[Sequence[int]], str]
 
 def response_rows(
     groups: Sequence[Group],
-    rewards: Sequence[NDArray[np.float64]],
+    rewards: Sequence[Rewards],
     parts: Sequence[Sequence[Mapping[str, float]]],
     decode: Decode,
     tails: Mapping[tuple[str, int], float] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each response of `groups`.
 
-    `rewards` [n] and sub-scores `parts`, if there are any, are given per group, for its responses.
+    `rewards` and sub-scores `parts`, if there are any, are given per group, for its responses.
     `tails`, if they were measured, are keyed by prompt id and sample. "length" is in tokens.
     """
     return [
@@ -31,7 +28,7 @@ def response_rows(
             "prompt_id": rollout.prompt_id,
             "prompt": decode(rollout.prompt_ids),
             "sample": rollout.sample,
-            "reward": float(rewards[number][place]),
+            "reward": rewards[number][place],
             "scores": dict(parts[number][place]) if parts else {},
             "length": len(rollout.response_ids),
             "finish_reason": rollout.finish_reason,

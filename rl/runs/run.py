@@ -9,7 +9,6 @@ from pathlib import Path
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.rl.collect.base import Collected
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
 from sparrow_sglang.rl.ladder import Ladder
@@ -41,18 +40,14 @@ class Run:
     _updating: bool = False
 
     @contextmanager
-    def updating(self, collected: Collected) -> Iterator[None]:
-        """Context in which a step on the groups `collected` updates the policy.
+    def updating(self) -> Iterator[None]:
+        """Context of an update.
 
         If the block raises, the policy may be only partly updated, and is not saved any more.
         """
         self._updating = True
         yield
         self._updating = False
-        self.state.step += 1
-        self.state.replaced += collected.replaced
-        self.state.tokens += collected.tokens
-        self.state.carried = collected.carried
 
     def save(self) -> None:
         """Write a checkpoint of the steps taken, unless there is nothing new."""

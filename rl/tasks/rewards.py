@@ -1,9 +1,8 @@
 """Scores groups of rollouts in reward workers, so that no reward function can stop a training run.
 
-In: groups, and a task's reward function. Out: one array of rewards per group, in the same order,
-sub-scores, and counts of failures. A call that raises, crashes or hangs scores 0; a worker process
-that has crashed or hangs is replaced. Where all calls fail there is nothing to learn from, and
-`RewardsFailed` is raised.
+The reward of a call that raises, crashes or hangs is missing, not 0; a worker process that has
+crashed or hangs is replaced. `RewardsFailed` is raised if more than `MAX_MISSING` of a step's
+rewards are missing.
 """
 
 import inspect
@@ -17,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparrow_sglang.rl.tasks.reward_worker import Job, Outcome, Reward, Worker, reward_of
-from sparrow_sglang.rl.types import Group
+from sparrow_sglang.rl.types import Group, Rewards
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +30,24 @@ FAILURES = {
 }
 _POLL_S = 0.1
 
+MAX_MISSING = 0.5
+"""Share of missing rewards above which the run ends."""
+
 
 class RewardsFailed(RuntimeError):
-    """The reward function cannot be loaded, or failed for every response."""
+    """The reward function cannot be loaded, or too many rewards are missing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Rewards [n] float64 of each group, in the order given, and how many calls failed.
+    """Rewards of each group, in the order given, and how many are missing, by reason.
 
     `errors`: the function raised, or returned something else than finite numbers. `crashes`: its
-    process died. `timeouts`: it took too long and was killed. All three score 0. `parts` are
-    sub-scores by name, for each response of each group, if the reward gives any.
+    process died. `timeouts`: it took too long and was killed. `parts` are sub-scores by name, for
+    each response of each group, if the reward gives any.
     """
 
-    rewards: tuple[NDArray[np.float64], ...]
+    rewards: tuple[Rewards, ...]
     parts: tuple[tuple[Mapping[str, float], ...], ...] = ()
     errors: int = 0
     crashes: int = 0
@@ -174,8 +175,8 @@ class Scoring:
         self._groups.append(group)
         return len(self._groups) - 1
 
-    def rewards(self, number: int) -> NDArray[np.float64] | None:
-        """Rewards [n] of a group, None while some are missing."""
+    def rewards(self, number: int) -> Rewards | None:
+        """Rewards of a group, None until all of its jobs are done."""
         if not all(job.done() for _, job in self._jobs[number]):
             return None
         return self._scored(number, Counter())[0]
@@ -203,8 +204,8 @@ class Scoring:
         rewards, parts, failure = zip(*scored, strict=True) if scored else ((), (), ())
         count = sum(map(len, rewards))
         last = next(filter(None, reversed(failure)), "")
-        if count and counts.total() == count:
-            raise RewardsFailed(f"all {count} rewards failed, the last: {last}")
+        if counts.total() > MAX_MISSING * count:
+            raise RewardsFailed(f"{counts.total()} of {count} rewards failed, the last: {last}")
         if last:
             logger.warning("%d rewards failed, the last: %s", counts.total(), last)
         chosen = list(numbers)
@@ -216,11 +217,12 @@ class Scoring:
 
     def _scored(
         self, number: int, counts: Counter[str]
-    ) -> tuple[NDArray[np.float64], tuple[Mapping[str, float], ...], str]:
+    ) -> tuple[Rewards, tuple[Mapping[str, float], ...], str]:
         """Rewards and sub-scores of a group whose jobs are done, and its last failure; counts
         failures."""
         prompt, size = self._groups[number].prompt, len(self._groups[number].rollouts)
-        rewards, failure = np.zeros(size), ""
+        rewards: list[float | None] = [None] * size
+        failure = ""
         parts: list[Mapping[str, float]] = [{}] * size
         for samples, job in self._jobs[number]:
             late = job in self._late
@@ -233,7 +235,7 @@ class Scoring:
             else:
                 failure = f"prompt {prompt.task}/{prompt.id}: {kind}: {value}"
                 counts[kind] += len(samples)
-        return rewards, tuple(parts), failure
+        return tuple(rewards), tuple(parts), failure
 
 
 def _job(group: Group, samples: range, parameters: Mapping[str, Any]) -> Job:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.rl.tasks.rewards import Scores
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout
 
 
 def obey(prompt: Prompt, text: str) -> float:
@@ -45,7 +45,7 @@ class AtOnce:
 
     def __init__(self, reward: Callable[[Prompt, str], float]) -> None:
         self._reward = reward
-        self._rewards: list[np.ndarray] = []
+        self._rewards: list[Rewards] = []
 
     def __enter__(self) -> "AtOnce":
         return self
@@ -53,11 +53,11 @@ class AtOnce:
     def __exit__(self, *error: Any) -> None: ...
 
     def add(self, group: Group) -> int:
-        rewards = [self._reward(group.prompt, rollout.text) for rollout in group.rollouts]
-        self._rewards.append(np.array(rewards))
+        rewards = (self._reward(group.prompt, rollout.text) for rollout in group.rollouts)
+        self._rewards.append(tuple(rewards))
         return len(self._rewards) - 1
 
-    def rewards(self, number: int) -> np.ndarray:
+    def rewards(self, number: int) -> Rewards:
         return self._rewards[number]
 
     def wait(self) -> None: ...

@@ -26,7 +26,6 @@ class Sampler:
         self.entropies: list[float] = []
         self.version = ""
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: list[Prompt],
@@ -34,13 +33,8 @@ class Sampler:
         sampling: Sampling,
         on_finished: OnFinished | None = None,
     ) -> list[Group]:
-        self.entropies.clear()
-        groups = []
-        for prompt in prompts:
-            groups.append(Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))))
-            if on_finished is not None:
-                on_finished(n)
-        return groups
+        begun = [Group.begun(prompt, n) for prompt in prompts]
+        return [group for _, group in self.stream(begun, sampling, on_finished)]
 
     def stream(
         self,
@@ -50,11 +44,13 @@ class Sampler:
         more_groups: MoreGroups | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
+        self.entropies.clear()
         asked, position = list(groups), 0
         while position < len(asked) or (more_groups and self._added(asked, more_groups)):
-            group = asked[position]
-            (sampled,) = self.generate([group.prompt], len(group.rollouts), sampling, on_finished)
-            yield position, sampled
+            prompt, samples = asked[position].prompt, range(len(asked[position].rollouts))
+            yield position, Group(prompt, tuple(self._sample(prompt, i, sampling) for i in samples))
+            if on_finished is not None:
+                on_finished(len(samples))
             position += 1
 
     def _added(self, asked: list[Group], more_groups: MoreGroups) -> bool:
@@ -62,6 +58,7 @@ class Sampler:
         asked.extend(more)
         return bool(more)
 
+    @torch.no_grad()
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
         ids, logprobs = list(prompt.input_ids), []
         for _ in range(TOKENS):

@@ -18,9 +18,8 @@ from training import FP32, optimizer_steps, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl import adapter_gate, trainer
+from sparrow_sglang.rl import adapter_gate, collect, trainer
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.collect import base
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.runs.checkpoint import owned
@@ -152,7 +151,7 @@ def end_of_run(config: TrainConfig, doom: Callable[[pytest.MonkeyPatch], None]) 
     return child.exitcode
 
 
-def during_rollout(monkeypatch, signum: int = signal.SIGKILL, method: str = "generate") -> None:
+def during_rollout(monkeypatch, signum: int = signal.SIGKILL, method: str = "stream") -> None:
     roll_out = getattr(LocalEngine, method)
 
     def doomed(engine, *request, **more):
@@ -191,9 +190,9 @@ def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_where_it_was(byte_mod
         used.append([prompt.id for prompt in prompts])
         return prompts
 
-    prompts_from = base.prompts_from
+    prompts_from = collect.prompts_from
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "prompts_from", order)
+        patch.setattr(collect, "prompts_from", order)
         folder = trainer.train(config, resume=True)
     # Five steps of four prompts go through all twenty, so none of them comes up twice here.
     assert len(used) == 2
@@ -221,7 +220,7 @@ def test_a_killed_run_goes_on_with_the_groups_that_it_carried_over(tmp_path, mon
     update = {"oversubscribe": 2.0, "max_staleness": 2}
     rollout = config.rollout.model_copy(update=update)
     config = config.model_copy(update={"rollout": rollout})
-    assert end_of_run(config, partial(during_rollout, method="stream")) == -signal.SIGKILL
+    assert end_of_run(config, during_rollout) == -signal.SIGKILL
     before = rows(config.run_dir)
     saved = torch.load(
         config.run_dir / "checkpoints" / "step-000001" / "carried.pt", weights_only=False

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_groups import group
 
-from sparrow_sglang.rl.collect import dynamic_sampling, partial, whole
-from sparrow_sglang.rl.collect.base import Collected, Collector, with_penalties
+from sparrow_sglang.rl import partial
+from sparrow_sglang.rl.collect import Collected, collect, with_penalties
 from sparrow_sglang.rl.config import RolloutConfig
 from sparrow_sglang.rl.rollout import groups_under_way, prompts_from
+from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.tasks.rewards import Scores
-from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Segment
+from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Rewards, Segment
 
 SIZE = 40
 PROMPTS = tuple(Prompt(str(number), "test", (1,)) for number in range(SIZE))
@@ -31,7 +33,7 @@ class Lagging:
     """Scoring in which the rewards of a group are known once it has been asked for them `lag`
     times."""
 
-    def __init__(self, reward: Callable[[Group], list[float]], lag: int, scored: list[str]) -> None:
+    def __init__(self, reward: Callable[[Group], list[Any]], lag: int, scored: list[str]) -> None:
         self._reward, self._lag, self._scored = reward, lag, scored
         self._groups: list[Group] = []
         self._asked: dict[int, int] = {}
@@ -45,22 +47,19 @@ class Lagging:
     def rewards(self, number: int) -> Any:
         self._asked[number] = self._asked.get(number, -1) + 1
         known = number < self._known or self._asked[number] >= self._lag
-        return np.array(self._reward(self._groups[number])) if known else None
+        return tuple(self._reward(self._groups[number])) if known else None
 
     def wait(self) -> None:
         self._known = len(self._groups)
 
     def scores(self, numbers: Sequence[int]) -> Scores:
-        return Scores(tuple(np.array(self._reward(self._groups[number])) for number in numbers))
+        return Scores(tuple(tuple(self._reward(self._groups[number])) for number in numbers))
 
 
 class Workers:
-    def __init__(self, reward: Callable[[Group], list[float]], lag: int) -> None:
+    def __init__(self, reward: Callable[[Group], list[Any]], lag: int) -> None:
         self._reward, self._lag = reward, lag
         self.scored: list[str] = []
-
-    def score(self, groups: Sequence[Group]) -> Scores:
-        return Scores(tuple(np.array(self._reward(group)) for group in groups))
 
     @contextmanager
     def scoring(self) -> Iterator[Lagging]:
@@ -83,10 +82,6 @@ class Actor:
         reason = "length" if int(prompt.id) % 3 == 0 else "stop"
         made = group(prompt.id, 0.0, ["0", "1"], reason)
         return Group(prompt, made.rollouts)
-
-    def roll_out(self, prompts: Sequence[Prompt], finished: Any) -> list[Group]:
-        self.released += 1
-        return [self._group(prompt) for prompt in prompts]
 
     def stream(
         self,
@@ -151,17 +146,20 @@ class Actor:
         self.released += 1
 
 
-def collector(reward: Callable[[Group], list[float]], lag: int = 0, seed: int = 0, **fields: Any):
+def run_of(reward: Callable[[Group], list[Any]], lag: int = 0, seed: int = 0, **fields: Any) -> Any:
     settings = RolloutConfig(**{"prompts_per_step": 4, "samples_per_prompt": 2} | fields)
-    return Collector(
-        settings,
-        PROMPTS,
-        0,
-        Actor(seed),  # type: ignore[arg-type]
-        Workers(reward, lag),  # type: ignore[arg-type]
-        lambda stage: nullcontext(),
-        lambda *_: lambda count: None,
+    return SimpleNamespace(
+        config=SimpleNamespace(rollout=settings, seed=0),
+        setup=SimpleNamespace(train=PROMPTS),
+        actor=Actor(seed),
+        reward_workers=Workers(reward, lag),
+        log=SimpleNamespace(responses=lambda *_: lambda count: None),
+        state=State(),
     )
+
+
+def clock(stage: str) -> Any:
+    return nullcontext()
 
 
 def names(collected: Collected) -> list[str]:
@@ -176,18 +174,6 @@ def by_name(group: Group) -> list[float]:
     return [float(group.prompt.id), 100.0]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_overlapping_changes_neither_groups_nor_rewards(seed: int) -> None:
-    apart, together = collector(by_name), collector(by_name, lag=seed, seed=seed)
-    expected, found = whole.collect(apart, 8), dynamic_sampling.collect(together, 8)
-    assert names(found) == names(expected) == order_of_data()[8:12]
-    assert [rewards.tolist() for rewards in found.rewards] == [
-        rewards.tolist() for rewards in expected.rewards
-    ]
-    assert (found.metrics, found.tokens) == (expected.metrics, expected.tokens)
-    assert apart.actor.released == together.actor.released == 1
-
-
 @given(
     st.sets(st.integers(0, SIZE - 1)), st.integers(1, 5), st.integers(2, 4), st.integers(0, 3),
     st.integers(0, 99), st.integers(0, 7),
@@ -198,8 +184,8 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
     def reward(group: Group) -> list[float]:
         return [0.5, 0.5] if int(group.prompt.id) in same else [0.0, 1.0]
 
-    run = collector(reward, lag, seed, prompts_per_step=count, dynamic_sampling=batches)
-    found = dynamic_sampling.collect(run, replaced)
+    run = run_of(reward, lag, seed, prompts_per_step=count, dynamic_sampling=batches)
+    found = collect(run, replaced, clock)
     # Walk the data until there are enough useful groups, or no more prompts may be sampled.
     allowed = order_of_data()[replaced : replaced + count * batches]
     useful, walked = [], 0
@@ -229,18 +215,15 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
     count: int, oversubscribe: float, staleness: int, seed: int
 ) -> None:
     fields = {"oversubscribe": oversubscribe, "max_staleness": staleness}
-    run = collector(by_name, seed=seed, prompts_per_step=count, **fields)
+    run = run_of(by_name, seed=seed, prompts_per_step=count, **fields)
     most, trained = ceil(count * Fraction(str(oversubscribe))), []
-    carried: tuple[Group, ...] = ()
     for step in range(6):
         run.actor.version, before = str(step), run.actor.tokens
-        found = partial.collect(run, count * step, step, carried)
+        found = partial.collect(run, count * step, step, clock)
         everything = [*found.groups, *found.carried]
         assert len(found.groups) == count and len(everything) == most
         assert all(group.finished for group in found.groups)
-        assert [rewards.tolist() for rewards in found.rewards] == [
-            by_name(group) for group in found.groups
-        ]
+        assert found.rewards == tuple(tuple(by_name(group)) for group in found.groups)
         assert found.tokens == run.actor.tokens - before
         ages = [
             step - int(segment.weight_version)
@@ -257,7 +240,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         trained += names(found)
         # Each group is scored once: a reward may be costly, and its errors are counted.
         assert sorted(run.reward_workers.scored) == sorted(trained)
-        carried = found.carried
+        run.state.carried = found.carried
         # No group is lost or used twice, and each was the next in the order of the data.
         under_way = trained + [group.prompt.id for group in found.carried]
         expected = prompts_from(PROMPTS, 0, count * step + most, 0)
@@ -265,7 +248,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
 
 
 def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() -> None:
-    run = collector(by_name, prompts_per_step=2, oversubscribe=2.0, max_new_tokens=5)
+    run = run_of(by_name, prompts_per_step=2, oversubscribe=2.0, max_new_tokens=5)
 
     def begun(prompt: Prompt, *lengths: int) -> Group:
         empty = Group.begun(prompt, len(lengths))
@@ -275,8 +258,8 @@ def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() 
         )
         return replace(empty, rollouts=tuple(rollouts))
 
-    carried = (begun(PROMPTS[0], 5, 9), begun(PROMPTS[1], 4, 6))
-    found = partial.collect(run, 2, 1, carried)
+    run.state.carried = (begun(PROMPTS[0], 5, 9), begun(PROMPTS[1], 4, 6))
+    found = partial.collect(run, 2, 1, clock)
     # The first group is finished, and in the second one response is still to be sampled.
     assert run.actor.asked == [[(4, False), (6, True)], [(0, False)] * 2, [(0, False)] * 2]
     ends = {
@@ -287,9 +270,18 @@ def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() 
     assert found.tokens == run.actor.tokens
 
 
+def test_a_group_that_differs_only_by_missing_rewards_is_replaced() -> None:
+    def reward(group: Group) -> list[float | None]:
+        return [1.0, None] if int(group.prompt.id) % 2 else [0.0, 1.0]
+
+    found = collect(run_of(reward, dynamic_sampling=9), 0, clock)
+    assert not any(int(name) % 2 for name in names(found))
+    assert found.metrics["sparrow/replaced_groups"] == found.replaced > 0
+
+
 def test_a_penalty_may_take_the_variance_away() -> None:
-    run = collector(lambda group: [0.0, 1.0], dynamic_sampling=9, truncated="penalty")
-    found = dynamic_sampling.collect(run, 0)
+    run = run_of(lambda group: [0.0, 1.0], dynamic_sampling=9, truncated="penalty")
+    found = collect(run, 0, clock)
     # Responses to every third prompt are cut, and earn nothing then.
     assert all(int(name) % 3 for name in names(found))
     mean = found.metrics["sparrow/sampled_score_mean"]
@@ -311,10 +303,28 @@ def test_penalties_lower_rewards_of_long_responses_linearly() -> None:
         )
         for rollout, length in zip(one.rollouts, lengths, strict=True)
     )
-    groups, rewards = [replace(one, rollouts=rollouts)], [np.ones(5)]
+    one = replace(one, rollouts=rollouts)
     fields = {"max_new_tokens": 10, "overlong_tokens": 4, "overlong_penalty": 0.5}
     for truncated, last in (("keep", 0.5), ("penalty", -0.5)):
         settings = RolloutConfig(truncated=truncated, **fields)
-        found = with_penalties(settings, rewards, groups)
-        assert found[0].tolist() == [1.0, 1.0, 0.875, 0.75, last]
-    assert with_penalties(RolloutConfig(), rewards, groups)[0].tolist() == [1.0] * 5
+        found = with_penalties(settings, (1.0,) * 5, one)
+        assert found == pytest.approx((1.0, 1.0, 0.875, 0.75, last))
+    assert with_penalties(RolloutConfig(), (1.0,) * 5, one) == (1.0,) * 5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ((1.0, 0.0, 1.0), (1.0, 0.0, 0.0)),
+        ((1.0, -1.0, 1.0), (1.0, -1.0, -1.0)),
+        ((1.0, -1.0, None), (1.0, -1.0, -1.0)),
+        ((None, 1.0, 1.0), (None, 1.0, 0.0)),
+    ],
+)
+def test_a_truncated_response_earns_no_more_than_a_wrong_one(
+    rewards: Rewards, expected: Rewards
+) -> None:
+    one = Group.begun(PROMPTS[0], 3)
+    last = replace(one.rollouts[2], finish_reason="length")
+    one = replace(one, rollouts=(*one.rollouts[:2], last))
+    assert with_penalties(RolloutConfig(truncated="penalty"), rewards, one) == expected

@@ -257,7 +257,9 @@ def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
         )
         groups.append(Group(prompt, (rollout,)))
     values = tuple(np.array([float(index)]) for index in range(5))
-    batch = Batch.of(groups, Advantages(values, (True, False, True, False, True)))
+    batch = Batch.of(
+        groups, Advantages(values, tuple(np.full(len(v), i % 2 == 0) for i, v in enumerate(values)))
+    )
     part = batch.sample_evenly(3)
     chosen = [rollout.prompt_ids[0] - 1 for rollout in part.rollouts]
     assert chosen == [0, 1, 3] and part.lengths == [3, 1, 2]
@@ -277,7 +279,7 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
                 f"{index}", 0, (index,), (9, 9), np.zeros(2), "stop", "0", "s", "", segments
             )
             groups.append(Group(Prompt(f"{index}", "test", (index,)), (one,)))
-        return Batch.of(groups, Advantages((np.zeros(1),) * 6, (True,) * 6))
+        return Batch.of(groups, Advantages((np.zeros(1),) * 6, (np.ones(1, bool),) * 6))
 
     def names(part: Batch) -> list[int]:
         return [rollout.prompt_ids[0] for rollout in part.rollouts]

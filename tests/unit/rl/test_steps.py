@@ -220,17 +220,6 @@ def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
     assert "no checkpoint was saved; --resume begins again" in capsys.readouterr().err
 
 
-def test_rewards_while_rolling_out_change_nothing_but_the_time(
-    model: str, tmp_path: Path, stand_ins: list[Sampler]
-) -> None:
-    for name, overlap in (("apart", False), ("together", True)):
-        torch.manual_seed(0)
-        config = settings(model, tmp_path / name)
-        config["task"] |= {"overlap_rewards": overlap}
-        trainer.train(TrainConfig.parse(config))
-    assert untimed(tmp_path / "apart") == untimed(tmp_path / "together")
-
-
 def same_for_some(prompt: Prompt, text: str) -> float:
     return 0.0 if int(prompt.id) % 3 == 0 else ascii_task.reward(prompt, text)
 
@@ -264,7 +253,7 @@ def test_the_updates_own_log_probs_make_the_same_run(
 ) -> None:
     """They replace those of a pass before the update, which only responses not in the loss need."""
 
-    monkeypatch.setattr(RewardPool, "score", lambda pool, groups: scores_of(groups, same_for_some))
+    monkeypatch.setattr(RewardPool, "scoring", lambda pool: AtOnce(same_for_some))
     passes: list[int] = []
     score = DensePolicy.score_with_entropy
     monkeypatch.setattr(

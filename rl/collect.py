@@ -1,0 +1,168 @@
+"""A step's groups: each is scored as soon as it is complete, while others are still sampled.
+
+With dynamic sampling, a group that teaches nothing is replaced by one of the next prompt in the
+order of the data (DAPO, arXiv:2503.14476). `partial` continues unfinished groups in the next step
+instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparrow_sglang.rl.advantages import rewards_differ
+from sparrow_sglang.rl.config import RolloutConfig
+from sparrow_sglang.rl.engines.responses import OnFinished
+from sparrow_sglang.rl.rollout import prompts_from
+from sparrow_sglang.rl.runs.log import Clock
+from sparrow_sglang.rl.runs.run import Run
+from sparrow_sglang.rl.tasks.rewards import Scoring
+from sparrow_sglang.rl.types import Group, Rewards, Rollout, known_rewards
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """As many `groups` as the step has prompts, with `rewards` and sub-scores of each.
+
+    Rewards include the penalties of `RolloutConfig`. `tokens` counts all response tokens that were
+    sampled, `replaced` the groups that were replaced by others. The groups `carried` are continued
+    in the next step.
+    """
+
+    groups: list[Group]
+    rewards: tuple[Rewards, ...]
+    parts: tuple[tuple[Mapping[str, float], ...], ...]
+    metrics: dict[str, float]
+    tokens: int
+    replaced: int = 0
+    carried: tuple[Group, ...] = ()
+
+
+def collect(run: Run, first: int, clock: Clock) -> Collected:
+    """Groups of the step's prompts, from the run's prompt number `first` on.
+
+    The engine has released the device's memory afterwards.
+    """
+    with run.reward_workers.scoring() as scoring:
+        sampled = _Sampled(run, scoring, first)
+        begun = sampled.begin(run.config.rollout.prompts_per_step)
+        with clock("rollout"):
+            for position, group in run.actor.stream(
+                begun, count_finished(run), sampled.more_groups
+            ):
+                sampled.add(position, group)
+            run.actor.release()
+        with clock("reward"):
+            scoring.wait()
+        return sampled.result()
+
+
+class _Sampled:
+    """The complete groups of a step by position, the order in which their prompts were started."""
+
+    def __init__(self, run: Run, scoring: Scoring, first: int) -> None:
+        self._run, self._scoring, self._next = run, scoring, first
+        self._settings = run.config.rollout
+        self._count = self._settings.prompts_per_step
+        self._limit = self._count * self._settings.dynamic_sampling
+        self._started = 0
+        self._groups: dict[int, Group] = {}
+        self._numbers: dict[int, int] = {}
+        self._rewards: dict[int, Rewards] = {}
+
+    def begin(self, count: int) -> list[Group]:
+        """Groups without tokens of the next `count` prompts."""
+        groups = begin(self._run, self._next, count)
+        self._next += count
+        self._started += count
+        return groups
+
+    def add(self, position: int, group: Group) -> None:
+        """Take a complete group, and have it scored."""
+        self._groups[position] = group
+        self._numbers[position] = self._scoring.add(group)
+
+    def more_groups(self, idle: bool) -> list[Group]:
+        """Groups to start in place of zero-advantage groups, up to the limit.
+
+        Waits for all scores if the engine is `idle`: the last groups may have to be replaced, too.
+        """
+        if self._started == self._limit:
+            return []
+        if idle:
+            self._scoring.wait()
+        missing = self._count + len(self._zero_advantage()) - self._started
+        return self.begin(min(missing, self._limit - self._started))
+
+    def result(self) -> Collected:
+        """The step's groups, once all are scored; zero-advantage groups only to fill the step."""
+        zero = self._zero_advantage()
+        useful = [position for position in sorted(self._groups) if position not in zero]
+        chosen = sorted([*useful, *zero][: self._count])
+        scores = self._scoring.scores([self._numbers[position] for position in chosen])
+        metrics, replaced = scores.metrics(), self._started - self._count
+        if self._settings.dynamic_sampling > 1:
+            everything = np.concatenate([known_rewards(one) for one in self._rewards.values()])
+            metrics |= {
+                "sparrow/replaced_groups": float(replaced),
+                "sparrow/sampled_score_mean": float(everything.mean()),
+            }
+        return Collected(
+            [self._groups[position] for position in chosen],
+            tuple(self._rewards[position] for position in chosen),
+            scores.parts,
+            metrics,
+            sum(group.tokens for group in self._groups.values()),
+            replaced,
+        )
+
+    def _zero_advantage(self) -> list[int]:
+        """Positions of the groups that are known to teach nothing."""
+        for position in sorted(self._groups.keys() - self._rewards.keys()):
+            rewards = self._scoring.rewards(self._numbers[position])
+            if rewards is not None:
+                group = self._groups[position]
+                self._rewards[position] = with_penalties(self._settings, rewards, group)
+        return sorted(at for at, rewards in self._rewards.items() if not rewards_differ(rewards))
+
+
+def begin(run: Run, first: int, count: int) -> list[Group]:
+    """Groups without tokens of `count` prompts, from the run's prompt number `first` on."""
+    prompts = prompts_from(run.setup.train, first, count, run.config.seed)
+    return [Group.begun(prompt, run.config.rollout.samples_per_prompt) for prompt in prompts]
+
+
+def count_finished(run: Run) -> OnFinished:
+    """A function that counts the step's responses on the terminal as they become complete."""
+    settings = run.config.rollout
+    total = settings.prompts_per_step * settings.samples_per_prompt
+    return run.log.responses("rollout", total)
+
+
+def with_penalties(settings: RolloutConfig, rewards: Rewards, group: Group) -> Rewards:
+    """The rewards of a group that advantages are computed from.
+
+    With `truncated = "penalty"` a truncated response has the lowest reward of the group, or 0 if
+    that is lower: never more than a wrong answer. The last `overlong_tokens` before
+    `max_new_tokens` lower a reward linearly by up to `overlong_penalty` (DAPO's soft overlong
+    punishment, arXiv:2503.14476, equation 13).
+    """
+    lowest = min([0.0, *known_rewards(rewards).tolist()])
+
+    def penalised(reward: float | None, rollout: Rollout) -> float | None:
+        if settings.truncated == "penalty" and rollout.truncated:
+            reward = lowest
+        if reward is None or not settings.overlong_tokens:
+            return reward
+        beyond = len(rollout.response_ids) - settings.max_new_tokens + settings.overlong_tokens
+        share = min(max(beyond / settings.overlong_tokens, 0.0), 1.0)
+        return reward - settings.overlong_penalty * share
+
+    return tuple(
+        penalised(reward, rollout) for reward, rollout in zip(rewards, group.rollouts, strict=True)
+    )
+
+
+def count_tokens(groups: Sequence[Group]) -> int:
+    """Response tokens sampled so far."""
+    return sum(group.tokens for group in groups)
