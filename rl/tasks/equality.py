@@ -1,15 +1,12 @@
-r"""Whether two final answers are the same: `math-verify`, and rules for what it gets wrong.
+r"""Whether two final answers are the same: `math-verify` judges, between rules of our own.
 
-In: an expected answer and a given one, in LaTeX or plain notation. Out: equal or not. The rules:
-decimals count to 15 places, so that 0.33 is not 1/3; x % is x or x / 100; words and letters of
-choices are compared as texts; a unit may be left out, but not be another one; lists have no order,
-tuples do; `x = 5` is 5; digits with a base are compared as written; what would take too long is not
-equal.
+Before it, words are compared as texts, units and digits of another base as written, what is too
+large to evaluate is refused, and so is an answer that leaves the question's work undone.
 """
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+import threading
 from functools import cache, lru_cache
 from typing import Any
 
@@ -18,361 +15,203 @@ from sparrow_sglang.rl.tasks.answers import last_box
 # Largest numbers that are evaluated, in bits, and largest powers of sums that are expanded.
 MAX_BITS, MAX_DEGREE = 20_000, 200
 MAX_CHARACTERS = 2000
+# Of each call of the library.
+LIMIT_S = 5
 
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+_CHARACTERS = str.maketrans(
+    dict(zip("\u2212\u2013\uff05\u2009\u202f\u00a0~", "--%    ", strict=True))
+    | dict.fromkeys("\u00b0\u20ac\u00a3", "")
+    | {"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u03c0": r"\pi ", "\u221e": r"\infty "}
+    | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u221a": r"\sqrt "}
+    | {"\u00b2": "^2", "\u00b3": "^3"}
 )
-_SPACES = re.compile(r"\\[,;:!>]|\\ |\\q?quad\b|~|\u2009|\u202f|\u00a0")
-_REPLACED = {
-    "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u03c0": r"\pi ",
-    "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ",
-    "\u00b0": r"^\circ ", "\u00b2": "^2", "\u00b3": "^3", "\u221a": r"\sqrt ", "\uff05": "%",
-    "\u20ac": "", "\u00a3": "", r"\$": "", "$": "", r"\%": "%", r"\left": "", r"\right": "",
-    r"\displaystyle": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac",
-    r"\(": "", r"\)": "", r"\[": "", r"\]": "", "{,}": ",", r"\lbrace": r"\{", r"\rbrace": r"\}",
-    r"\leq": r"\le", r"\geq": r"\ge", r"\varnothing": r"\emptyset", "**": "^",
-}  # fmt: skip
-_NAMES = re.compile(
-    "|".join(
-        re.escape(name) + (r"(?![a-z])" if name[-1].isalpha() and name[0] == "\\" else "")
-        for name in sorted(_REPLACED, key=len, reverse=True)
-    )
-)
-_GROUPED = re.compile(r"(?<![\d.,])-?\d{1,3}(?:,\d{3})+(?![\d,])")
-_MIXED = re.compile(
-    r"(?<![\d.^_/])(\d+) *(?:\\frac *\{(\d+)\} *\{(\d+)\}|\\frac(\d)(\d)| (\d+)/(\d+))"
-)
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w)")
-_DEGREES = re.compile(r"\^ *(?:\\circ|\{ *\\circ *\}) *(?:[CF]\b)?")
-_BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_(?:\{(\w+)\}|(\w+))")
-_BASES = dict(
-    zip("two three four five six seven eight nine ten".split(), range(2, 11), strict=True)
+# In this order.
+_SIMPLER = {
+    re.compile(pattern): replacement
+    for pattern, replacement in {
+        r"\\[dtc]frac(?![a-z])": r"\\frac",
+        r"\\frac *(\d)(\d)": r"\\frac{\1}{\2}",
+        r"\\([lg])eq(?![a-z])": r"\\\1e",
+        r"\^ *(?:\\circ|\{ *\\circ *\}) *(?:[CF]\b)?": "",
+        r"\\(?:left|right|displaystyle)(?![a-z])|\\[()\[\]!]|\\?\$": "",
+        r"\\%": "%",
+        r"\{,\}": ",",
+        r"\\[,;:> ]|\\q?quad\b": " ",
+        r"\\(?:text\w*|math(?:rm|bf|it)|mbox|operatorname) *\{([^{}]*)\}": r" \1 ",
+        r"\s+": " ",
+        r"(?<=\d) (?=\d{3}(?![\d/]))": "",
+        r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?!\w)": r"\1\\cdot 10^{\2}",
+        r"(?<![\d.^_/])(\d+) (\d+)/(\d+)": r"\1\\frac{\2}{\3}",
+    }.items()
+}
+_LETTER = re.compile(r"\(?([A-Z])\)?[.:]?")
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|answer) *)?(?:\( *([A-Z]) *\).*|([A-Z])(?:[.:)].*)?)", re.S | re.I
 )
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
-_CHOICE = re.compile(
-    r"(?:(?:option|choice|answer)\s*)?(?:\(([A-Z])\)(?:.*)|([A-Z])(?:[.:)].*)?)", re.S | re.I
-)
-_NAME = re.compile(
-    r"\|[A-Z]+\||(?!\\(?:frac|sqrt))\\?[A-Za-z]+(?:_\{?\w+\}?|'|\([^()=]*\)| *[A-Za-z]+)*"
-)
+_NAMED = re.compile(r" *(?:\|?[A-Za-z]+\|?|[A-Za-z]\([^()=]*\)|[A-Za-z]_\{?\w\}?) *(?:=|\\in\b)")
+_BASED = re.compile(r"\(?0*([0-9A-Fa-f]+)\)?_\{?(\w+)\}?")
+_BRACKETS = re.compile(r"(\\\{|[(\[])[^()\[\]]*,[^()\[\]]*(\\\}|[)\]])")
 _UNIT = re.compile(
-    r"(.*?(?:[\d)}\]!%]|\\pi|\\infty))\s*@([^@]*)@((?:\s*\^\s*\{?-?\d\}?)?)\s*", re.S
-)
-_PLAIN_UNIT = re.compile(
-    r"(.*?[\d)}\]])\s+((?!and\b|or\b)[a-zA-Z]{2,}(?:[ /][a-zA-Z]+)*(?:\^\d)?)", re.S
+    r"(.*(?:[\d)}\]]|\\pi|\\infty)) *(%| (?!and |or )(?:[a-zA-Z]{2,}|[mshgLlNJWVA]\b)[a-zA-Z /.]*)"
+    r" ?(\^ ?\{?-?\d\}?)?"
 )
 _UNITS = {
-    "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km",
-    "kilometre": "km", "millimeter": "mm", "millimetre": "mm", "inche": "in", "inch": "in",
-    "feet": "ft", "foot": "ft", "mile": "mi", "hour": "h", "hr": "h", "minute": "min",
-    "second": "s", "sec": "s", "gram": "g", "kilogram": "kg", "liter": "l", "litre": "l",
-    "square": "sq", "unit": "", "dollar": "", "degree": "", "percent": "%",
+    name: unit
+    for unit, names in {
+        "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
+        "mm": "millimeter millimetre", "in": "inch inche", "ft": "feet foot", "mi": "mile",
+        "h": "hour hr", "min": "minute", "s": "second sec", "g": "gram", "kg": "kilogram",
+        "l": "liter litre", "%": "percent", "": "unit dollar degree",
+    }.items()
+    for name in names.split()
 }  # fmt: skip
+_SCIENTIFIC = re.compile(r"(?:[\d.]+ *(?:\\times|\\cdot|\*) *)?10 *\^ *(?:\d|\{-?\d+\})")
+_FRACTION = re.compile(r"\\frac\{\d+\}\{\d+\}|\d+ */ *\d+")
+# Operators, a minus between two operands, and functions.
+_OPERATION = re.compile(
+    r"[*/^!]|(?<=[\w)}])[+-]|\\(?!(?:in|le|ge|pm|infty|cup|emptyset|begin|end)(?![a-z]))[a-zA-Z]+"
+)
+_LARGE = re.compile(r"\\(?:i*nt|oint|sum|prod|lim|binom|det|gcd|lcm|max|min|times)|[!*]")
+_FORM = re.compile(r"\b(?:factori[sz]e|factored|expand(?:ed)?|factor(?! of| by))\b", re.IGNORECASE)
 
 
 @lru_cache(maxsize=4096)
-def equal(expected: str, given: str) -> bool:
-    """Whether `given` is the answer `expected`.
+def equal(expected: str, given: str, question: str = "") -> bool:
+    """Whether `given` is the answer `expected` to `question`.
 
-    May take long on an expression that `math-verify` cannot simplify: the caller must set a time
-    limit, as the library's own alarms work in main threads only and do not interrupt C code.
+    What the question shows, or what is left to compute, is an answer only if it is expected so.
     """
-    gold, answer = (_cleaned(text) for text in (expected, given))
+    # Expected answers may be whole solutions.
+    box = last_box(expected)
+    gold, answer = _cleaned(box[0] if box else expected), _cleaned(given)
     if not gold or not answer or max(len(gold), len(answer)) > MAX_CHARACTERS:
         return False
-    if _marked(gold) == _marked(answer):
+    if _flat(gold) == _flat(answer):
         return True
-    if _is_text(expected, gold):
+    if _LETTER.fullmatch(gold) or _WORDS.fullmatch(gold) and (len(gold) > 2 or gold.isupper()):
         return _same_text(gold, answer)
-    golds, answers = _parts(gold), _parts(answer)
-    if len(golds) == 1 == len(answers):
-        return _same(golds[0], answers[0])
-    return _same_parts(golds, answers)
+    if not (_NAMED.match(gold) and _NAMED.match(answer)):
+        gold, answer = (_NAMED.sub("", text, count=1) for text in (gold, answer))
+    one, other = (_BASED.fullmatch(text.replace(" ", "")) for text in (gold, answer))
+    if one or other:
+        # A base may be added, but not left out.
+        given_digits = other.groups() if other else ()
+        return given_digits == one.groups() if one else given_digits[0] == gold.lstrip("0")
+    if "=" not in gold and not re.search(r"(?<![\\A-Za-z])[A-Za-z]", answer):
+        *sides, answer = answer.split("=")
+        if not all(_verified(gold, side) for side in sides):
+            return False
+    (value, unit), (given_value, given_unit) = _without_unit(gold), _without_unit(answer)
+    if unit and given_unit and unit != given_unit:
+        return False
+    if _is_copied(given_value, question) or not _is_evaluated(
+        gold if unit == "%" else value, given_value
+    ):
+        return False
+    same_form = bool(_FORM.search(question) and _operations(value))
+    if _verified(value, given_value, same_form):
+        return True
+    # x % is x or x / 100.
+    return unit != given_unit and "%" in (unit, given_unit) and _verified(gold, answer)
 
 
 def _cleaned(text: str) -> str:
-    r"""The answer without formatting; texts of LaTeX stand between @, as `5 @cm@`."""
-    # Expected answers may be whole solutions.
-    box = last_box(text)
-    text = _NAMES.sub(lambda found: _REPLACED[found.group()], box[0] if box else text)
-    text = re.sub(r",\\!\s*", ",", text)
-    text = re.sub(r"(?<=\d)(?:\\[,;:!>]|\\ |~|\u2009|\u202f|\u00a0)+(?=\d{3}(?!\d))", "", text)
-    text = _SPACES.sub(" ", text)
-    while (simpler := _TEXT.sub(r"@\1@", text)) != text:
-        text = simpler
-    text = re.sub(r"@\s*(and|or)\s*@", r" \1 ", text)
-    text = text.replace("\\\n", " ").strip().rstrip(".,;").strip()
-    return " ".join(text.split())
+    text = text.translate(_CHARACTERS)
+    for pattern, replacement in _SIMPLER.items():
+        text = pattern.sub(replacement, text)
+    return text.strip().rstrip(".,;").strip()
 
 
-def _marked(text: str) -> str:
-    return re.sub(r"[\s@]", "", text)
+def _flat(text: str) -> str:
+    """The text without differences that change nothing in print."""
+    return re.sub(r"\s", "", _plain(text))
 
 
-def _is_text(expected: str, gold: str) -> bool:
-    """Whether the expected answer is one or several words, or the letter of a choice."""
-    words = gold.replace("@", " ").strip()
-    if _CHOICE.fullmatch(words) and re.fullmatch(r"\(?[A-Z]\)?[.:]?", words):
-        return True
-    if re.fullmatch(r"@[^@]*@", gold) and not re.search(r"\d", gold):
-        return True
-    return bool(_WORDS.fullmatch(words)) and (len(words) > 2 or words.isupper())
+def _plain(text: str) -> str:
+    text = re.sub(r"\\frac\{(\d+|\w)\}\{(\d+|\w)\}", r"\1/\2", text)
+    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", re.sub(r"\\times|\\cdot", "*", text))
 
 
 def _same_text(gold: str, answer: str) -> bool:
-    gold, answer = (text.replace("@", " ").strip() for text in (gold, answer))
-    if re.fullmatch(r"\(?[A-Z]\)?[.:]?", gold):
-        letter, choice = re.sub(r"\W", "", gold), _CHOICE.fullmatch(answer)
-        return choice is not None and (choice[1] or choice[2]) == letter
-    return _words(gold) == _words(answer)
+    if letter := _LETTER.fullmatch(gold):
+        choice = _CHOICE.fullmatch(answer)
+        return choice is not None and (choice[1] or choice[2]) == letter[1]
+    one, other = (re.sub(r"[^\w+-]+", " ", text).casefold().strip() for text in (gold, answer))
+    return one == other
 
 
-def _words(text: str) -> str:
-    return " ".join(re.sub(r"[^\w+-]", " ", text).casefold().split())
-
-
-def _parts(text: str) -> list[str]:
-    """The elements of a list without brackets, in which `a \\pm b` is two."""
-    text = (
-        _GROUPED.sub(lambda found: found.group().replace(",", ""), text) if _is_flat(text) else text
-    )
-    whole = re.fullmatch(r"\\\{(.*)\\\}|\{.*\}", text, re.S)
-    if text.startswith("{") and whole:
-        # Braces that TeX would not print.
-        text = rf"\{{{text[1:-1]}\}}"
-    elements = [text] if whole else _split(text)
-    if len(elements) == 1 and re.match(r"[A-Za-z]\s*=[^=]*$", elements[0]):
-        # A name before the first element of a list of values.
-        elements = _split(text)
-    signed = [sign for part in elements for sign in _signs(part)]
-    # An element that is written twice is one.
-    return list({re.sub(r"\s", "", part): part.strip() for part in signed if part.strip()}.values())
-
-
-def _is_flat(text: str) -> bool:
-    return not re.search(r"[(\[]|\\\{", text)
-
-
-def _split(text: str, separators: str = r",|;|\band\b|\bor\b") -> list[str]:
-    """The parts of a text between separators outside brackets."""
-    parts, depth, start = [], 0, 0
-    for token in re.finditer(rf"\\[{{}}]|\\begin|\\end|[([{{\])}}]|{separators}", text):
-        mark = token.group()
-        if mark in ("(", "[", "{", "\\{", "\\begin"):
-            depth += 1
-        elif mark in (")", "]", "}", "\\}", "\\end"):
-            depth -= 1
-        elif depth == 0:
-            parts.append(text[start : token.start()])
-            start = token.end()
-    return [part for part in [*parts, text[start:]] if part.strip()]
-
-
-def _signs(part: str) -> Iterator[str]:
-    if part.count("\\pm") == 1 and not re.search(r"[(\[]", part):
-        yield from (part.replace("\\pm", sign) for sign in "+-")
-    else:
-        yield part
-
-
-def _same_parts(golds: Sequence[str], answers: Sequence[str]) -> bool:
-    """Whether two lists are the same in any order; a set is a list, too."""
-    golds, answers = (_elements(parts) for parts in (golds, answers))
-    named = [all(_assignment(part)[0] for part in parts) for parts in (golds, answers)]
-    if len(golds) == 1 and named[1]:
-        golds = _of_tuple(golds[0])
-    elif len(answers) == 1 and named[0]:
-        answers = _of_tuple(answers[0])
-    if len(golds) != len(answers):
-        return False
-    if named[0] != named[1]:
-        # Values without their names are in the order of the names.
-        return all(_same(one, other) for one, other in zip(golds, answers, strict=True))
-    left = list(answers)
-    for gold in golds:
-        found = next((answer for answer in left if _same(gold, answer, True)), None)
-        if found is None:
-            return False
-        left.remove(found)
-    return True
-
-
-def _elements(parts: Sequence[str]) -> list[str]:
-    if len(parts) == 1:
-        name, value = _assignment(parts[0])
-        braced = re.fullmatch(r"\\\{(.*)\\\}", value, re.S) if name or value else None
-        if braced:
-            return _split(braced[1])
-        tuple_ = re.fullmatch(r"\((.*)\)", value, re.S)
-        if tuple_ and len(_split(tuple_[1])) > 1 and _split(tuple_[1])[0] != value:
-            return list(parts)
-    return list(parts)
-
-
-def _of_tuple(text: str) -> list[str]:
-    """The elements of a tuple, which are those of named values in their order."""
-    found = re.fullmatch(r"\((.*)\)", text.strip(), re.S)
-    return _split(found[1]) if found else [text]
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    """The name and value of `x = 5` or `x \\in [1, 2]`; the name is empty for any other text."""
-    member = re.fullmatch(r"\s*([A-Za-z])\s*\\in\s*(.*)", text, re.S)
-    if member:
-        return member[1], member[2]
-    sides = _split(text, "=")
-    name = sides[0].replace("@", "").strip() if sides else ""
-    if len(sides) == 2 and _NAME.fullmatch(name):
-        return name, sides[1].strip()
-    return "", text
-
-
-def _same(gold: str, answer: str, in_list: bool = False) -> bool:
-    """Whether two answers that are no lists are the same."""
-    answer_value = _end_of_chain(answer)
-    if answer_value is None:
-        return False
-    (gold_name, gold_value), (answer_name, answer_value) = map(_assignment, (gold, answer_value))
-    if gold_name and answer_name and gold_name != answer_name:
-        function = any(re.search(r"[(]", name) for name in (gold_name, answer_name))
-        if in_list or not function:
-            return False
-    if gold_name and not answer_name and "=" in answer_value or "<" in answer_value + gold_value:
-        return _verified(gold, answer)
-    if answer_name and not gold_name and "=" in gold_value:
-        return _verified(gold, answer)
-    if (based := _same_digits(gold_value, answer_value)) is not None:
-        return based
-    gold_value, gold_unit = _unit(gold_value)
-    answer_value, answer_unit = _unit(answer_value)
-    if gold_unit and answer_unit and gold_unit != answer_unit:
-        return False
-    return any(_verified(one, other) for one, other in _percent_readings(gold_value, answer_value))
-
-
-def _end_of_chain(text: str) -> str | None:
-    """The last side of `x = 2 + 2 = 4`; None if its sides differ; other texts as they are."""
-    sides = [side.strip() for side in _split(text, "=")]
-    if len(sides) < 2 or re.search(r"\\[lgn]e\b|[<>!]", text):
-        return text
-    named = bool(_NAME.fullmatch(sides[0].replace("@", "")))
-    values = sides[1:] if named else sides
-    if named and len(values) == 1:
-        return text
-    if any(re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", side) for side in values):
-        return text
-    if all(_verified(values[-1], side) for side in values[:-1]):
-        return values[-1]
-    return None
-
-
-def _same_digits(gold: str, answer: str) -> bool | None:
-    """Whether two numbers with bases are written alike; None if the expected one has no base."""
-    expected, given = (
-        _BASED.fullmatch(text.replace(" ", "").replace("@", "")) for text in (gold, answer)
-    )
-    if expected is None and given is None:
-        return None
-    if expected is None or given is None:
-        digits = given[1] if given else ""
-        return bool(digits) and digits.lstrip("0") == gold.strip().lstrip("0")
-    bases = [_BASES.get(found[2] or found[3], found[2] or found[3]) for found in (expected, given)]
-    return str(bases[0]) == str(bases[1]) and expected[1].lstrip("0") == given[1].lstrip("0")
-
-
-def _unit(text: str) -> tuple[str, str]:
-    """The answer and its unit, which is empty if it has none."""
-    text = _DEGREES.sub("", text).strip()
+def _without_unit(text: str) -> tuple[str, str]:
+    """The answer and its unit, empty if it has none."""
     found = _UNIT.fullmatch(text)
-    if found is None and "@" not in text:
-        found = _PLAIN_UNIT.fullmatch(text)
     if found is None:
-        return text.replace("@", ""), ""
-    power = re.sub(r"\D", "", found[3]) if found.re is _UNIT else ""
-    words = re.findall(r"[a-zA-Z]+|/|\d", found[2] + power)
+        return text, ""
+    words = re.findall(r"[a-zA-Z]+|[/%]|\d", found[2] + (found[3] or ""))
     names = [word if len(word) < 3 else word.lower().removesuffix("s") for word in words]
-    unit = "".join(_UNITS.get(name, name) for name in names)
-    if unit == "%":
-        return f"{found[1]}%", ""
-    return found[1].strip(), unit
+    return found[1], "".join(_UNITS.get(name, name) for name in names)
 
 
-def _percent_readings(gold: str, answer: str) -> Iterator[tuple[str, str]]:
-    """Pairs of numbers, one of which must be equal: x % is x or x / 100."""
-    signed = [text.endswith("%") for text in (gold, answer)]
-    one, other = gold.rstrip("% "), answer.rstrip("% ")
-    yield one, other
-    if signed == [True, False]:
-        yield rf"\frac{{{one}}}{{100}}", other
-    if signed == [False, True]:
-        yield one, rf"\frac{{{other}}}{{100}}"
-
-
-def _verified(gold: str, answer: str) -> bool:
-    """The judgement of `math-verify`, which compares decimals to 15 places."""
-    if re.sub(r"\s", "", gold) == re.sub(r"\s", "", answer):
-        return True
-    # Letters without spaces are a word, in whatever order; to the library they are a product.
-    if any(re.fullmatch(r"[A-Za-z]{3,}", text.strip()) for text in (gold, answer)):
-        return gold.strip() == answer.strip()
-    parsed = [_parsed(_exact(text)) for text in (gold, answer)]
-    if not all(parsed) or not all(map(_is_bounded, parsed)):
+def _is_copied(answer: str, question: str) -> bool:
+    """Whether the question shows this answer, which is more than a number."""
+    if not question or not re.search(r"[A-Za-z+*/^!]|(?<=\w) *-", answer):
         return False
-    kinds = [_bracket(text) for text in (gold, answer)]
-    if all(kinds) and kinds[0] != kinds[1]:
+    symbols = map(re.escape, re.findall(r"\\?[A-Za-z]+|\d+|\S", _flat(answer)))
+    shown = _plain(_cleaned(question))
+    return bool(re.search(rf"(?<![\w.^_]){' ?'.join(symbols)}(?![\w^_]|\.\d)", shown))
+
+
+def _is_evaluated(gold: str, answer: str) -> bool:
+    """Whether the answer leaves nothing to compute that the expected one does not."""
+    left, more = _operations(gold), _operations(answer)
+    if left or re.search("[A-Za-z]", gold):
+        return not any(map(_LARGE.match, more - left))
+    return not more and not (re.fullmatch(r"-?\d+", gold) and _FRACTION.search(answer))
+
+
+def _operations(text: str) -> set[str]:
+    text = _FRACTION.sub("0", _SCIENTIFIC.sub("0", text))
+    return set(_OPERATION.findall(re.sub(r" *([+-])", r"\1", text)))
+
+
+def _verified(gold: str, answer: str, same_form: bool = False) -> bool:
+    """The judgement of `math-verify`, which compares decimals to 15 places."""
+    # Letters without spaces are a word, in whatever order; to the library they are a product.
+    if any(re.fullmatch(r" *[A-Za-z]{3,} *", text) for text in (gold, answer)):
+        return gold.strip() == answer.strip()
+    brackets = [found.groups() for text in (gold, answer) if (found := _BRACKETS.fullmatch(text))]
+    if len(set(brackets)) == 2:
+        return False
+    parsed = [_parsed(text) for text in (gold, answer)]
+    if not all(parsed) or same_form and len({_form(one[0]) for one in parsed}) == 2:
         return False
     # An inequality is the interval that it describes.
     verdict: bool = _library().verify(
-        *parsed, float_rounding=15, timeout_seconds=None, allow_set_relation_comp=True
+        *parsed, float_rounding=15, timeout_seconds=_limit(), allow_set_relation_comp=True
     )
     return verdict
 
 
-def _bracket(text: str) -> str:
-    found = re.fullmatch(r"(\\\{|[(\[])[^()\[\]]*,[^()\[\]]*(\\\}|[)\]])", text.strip())
-    return found[1] + found[2] if found else ""
-
-
-def _exact(text: str) -> str:
-    text = text.replace("@", "")
-    text = _SCIENTIFIC.sub(lambda found: rf"{found[1]}\cdot 10^{{{int(found[2])}}}", text)
-    return _MIXED.sub(_sum, text)
-
-
-def _sum(found: re.Match[str]) -> str:
-    whole, *parts = (group for group in found.groups() if group is not None)
-    above, below = map(int, parts)
-    if not 0 < above < below:
-        return found.group()
-    return rf"\frac{{{int(whole) * below + above}}}{{{below}}}"
-
-
 def _parsed(text: str) -> list[Any]:
-    """What `math-verify` reads in an expression; empty if it reads nothing."""
+    """What the library reads in an expression; empty if that is nothing, or too large."""
     numbers = [int(number) for number in re.findall(r"\d{1,12}", text)]
     if "binom" in text and max(numbers, default=0) > MAX_BITS:
-        # The library computes these while it reads.
+        # Computed while it is read.
         return []
-    found: list[Any] = _library().parse(f"${text}$", parsing_timeout=None)
-    return [one for one in found if not isinstance(one, str)]
-
-
-def _is_bounded(parsed: list[Any]) -> bool:
+    found = _library().parse(f"${text}$", parsing_timeout=_limit())
+    values = [one for one in found if not isinstance(one, str)]
     try:
-        return all(_bits(one) <= MAX_BITS for one in parsed)
+        return values if all(_bits(one) <= MAX_BITS for one in values) else []
     except (ArithmeticError, ValueError, TypeError, RecursionError):
-        return False
+        return []
 
 
 def _bits(value: Any) -> float:
     """An upper bound of the size in bits of all numbers in an expression, infinite if too large."""
     import sympy
 
-    if isinstance(value, sympy.Integer | sympy.Rational):
+    if isinstance(value, sympy.Rational):
         return float(max(value.p.bit_length(), value.q.bit_length()))
-    arguments = getattr(value, "args", ())
-    if isinstance(value, sympy.MatrixBase):
-        arguments = tuple(value)
+    arguments = tuple(value) if isinstance(value, sympy.MatrixBase) else getattr(value, "args", ())
     sizes = [_bits(one) for one in arguments]
     largest = max(sizes, default=1.0)
     if largest > MAX_BITS:
@@ -380,12 +219,10 @@ def _bits(value: Any) -> float:
     if isinstance(value, sympy.Pow):
         base, exponent = value.args
         power = abs(float(exponent)) if exponent.is_number else 1.0
-        if base.free_symbols and power > MAX_DEGREE:
-            return float("inf")
-        return _bits(base) * max(power, 1.0)
+        too_large = base.free_symbols and power > MAX_DEGREE
+        return float("inf") if too_large else sizes[0] * max(power, 1.0)
     if isinstance(value, sympy.factorial | sympy.gamma):
-        number = value.args[0]
-        return float(number) * 12 if number.is_number else largest
+        return float(value.args[0]) * 12 if value.args[0].is_number else largest
     if isinstance(value, sympy.Product | sympy.Sum):
         first, last = value.limits[0][1:]
         if first.is_number and last.is_number and abs(float(last - first)) > MAX_DEGREE**2:
@@ -393,11 +230,30 @@ def _bits(value: Any) -> float:
     return sum(sizes) if isinstance(value, sympy.Mul) else largest + len(sizes)
 
 
+def _form(value: Any) -> tuple[int, int]:
+    """Numbers of terms and of factors; a sum is one factor."""
+    import sympy
+
+    def factors(one: Any) -> int:
+        if isinstance(one, sympy.Mul):
+            return sum(map(factors, one.args))
+        if isinstance(one, sympy.Pow) and one.exp.is_Integer:
+            return factors(one.base) * abs(int(one.exp))
+        return int(one not in (1, -1))
+
+    return len(sympy.Add.make_args(value)), factors(value)
+
+
+def _limit() -> int | None:
+    """Seconds for one call of the library, whose alarms work in the main thread only."""
+    return LIMIT_S if threading.current_thread() is threading.main_thread() else None
+
+
 @cache
 def _library() -> Any:
     import math_verify
 
-    # The library warns once per process that its time-outs are off, which is intended here.
+    # It warns of each time-out, and once that there are none.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return math_verify

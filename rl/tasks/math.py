@@ -59,14 +59,14 @@ def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
     The caller must set a time limit; see `equality.equal`.
     """
     answer = conclusion(text, finish_reason, prompt.payload.get("thinking", False))
-    expected = prompt.payload["answer"]
+    expected, question = prompt.payload["answer"], prompt.payload.get("question", "")
     if answer is None:
         return 0.0
     box = last_box(answer)
     if box is None:
-        return float(equal(expected, _without_box(answer)))
+        return float(equal(expected, _without_box(answer), question))
     content, rest = box
-    if not equal(expected, content) or _RETRACTED.search(rest):
+    if not equal(expected, content, question) or _RETRACTED.search(rest):
         return 0.0
     return float(all(equal(expected, other) for other in _other_answers(rest)))
 
@@ -100,4 +100,9 @@ def _without_box(text: str) -> str:
 
 
 def _payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"answer": str(require(example, "answer", (str, int, float), "a number or a string"))}
+    prompt = example["prompt"]
+    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    return {
+        "answer": str(require(example, "answer", (str, int, float), "a number or a string")),
+        "question": "\n".join(str((message or {}).get("content") or "") for message in messages),
+    }

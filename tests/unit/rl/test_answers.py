@@ -19,7 +19,8 @@ PROGRAM = "print(int(input()) * 2)\n"
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_are_judged_as_the_field_expects(rule: str) -> None:
     def reward(case: dict[str, str]) -> float:
-        return math.reward(Prompt("p", "math", (1,), {"answer": case["answer"]}), case["response"])
+        payload = {"answer": case["answer"], "question": case.get("question", "")}
+        return math.reward(Prompt("p", "math", (1,), payload), case["response"])
 
     cases = [case for case in CASES if case["rule"] == rule]
     assert [case for case in cases if reward(case) != case["reward"]] == []
@@ -42,6 +43,14 @@ def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
     assert math.reward(prompt, r"so 5?</think>\boxed{4}") == 1
     assert math.reward(prompt, r"so 5?</think>\boxed{4}, but", finish_reason="length") == 0
     assert conclusion("a</think>b", "length") is None and conclusion("a</think>b") == "b"
+
+
+def test_an_answer_that_the_library_cannot_judge_earns_0_soon() -> None:
+    # The library expands these for minutes.
+    prompt = Prompt("p", "math", (1,), {"answer": "(x+y+z)^{200}"})
+    before = time.monotonic()
+    assert math.reward(prompt, r"\boxed{(x+y+z+1)^{200}}") == 0
+    assert time.monotonic() - before < 20
 
 
 def reads_input(program: str) -> bool:

@@ -139,7 +139,7 @@ def test_messages_padded_or_as_json_and_files_with_a_byte_order_mark(
     task = load("math", jsonl(tmp_path / "a.jsonl", [verl_row("34", prompt=as_text)]))
     assert bytes(task.train[0].input_ids) == b"<user>Hi"
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())
-    assert load("math", tmp_path / "b.jsonl").train[0].payload == {"answer": "34"}
+    assert load("math", tmp_path / "b.jsonl").train[0].payload["answer"] == "34"
 
 
 @pytest.mark.parametrize(
