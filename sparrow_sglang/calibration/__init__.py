@@ -1,1 +1,7 @@
-"""Calibration: measures a model on prompts and writes a schedule file with its evidence."""
+"""From prompts to schedules that hold a tail target."""
+
+from sparrow_sglang.errors import InputError
+
+
+class CalibrationError(InputError):
+    """Calibration cannot go on; finished measurements are kept."""

@@ -1,59 +1,16 @@
-"""From measured acceptance rates to a schedule: tails, and the cheapest budget per bin that holds.
-
-In: tokens with their acceptance rate, measured under fixed budgets. Out: tails with confidence
-intervals, and one budget per position bin with the reason for it. Pure arithmetic.
-"""
+"""From measured acceptance rates to the cheapest budget per bin that holds a tail."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, gcd
-from typing import Literal
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from sparrow_sglang.errors import InputError
+from sparrow_sglang.calibration import CalibrationError
+from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import MIN_CLUSTERS, TAIL_PERCENTILE, BinTail, TailStatistics
 from sparrow_sglang.mismatch.token_bins import bins_of_lengths
 
 CONFIDENCE = 0.95
-
-
-class CalibrationError(InputError):
-    """Calibration cannot go on; the message says what is wrong, what is allowed and what is kept.
-
-    Earlier measurements are never lost.
-    """
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Sparsely decoded tokens of one generation.
-
-    `cached` int64 [T] is the number of cached tokens that the step attended to, which determines
-    the schedule's bin; `rates` float64 [T] are the steps' acceptance rates.
-    """
-
-    prompt: str
-    cached: NDArray[np.int64]
-    rates: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The budget of one bin, and why.
-
-    `basis` is "measured", "dense" (no measured budget holds, or the budget holds the bin's whole
-    length, so that no page is left out) or "extrapolated" (no budget has enough tokens here).
-    `needed` is the budget that the bin itself needs, `budget` the same after making the schedule
-    monotone. `evidence` is the tail measured at `budget`, if there is one.
-    """
-
-    bin: int
-    budget: int
-    needed: int
-    basis: Literal["measured", "dense", "extrapolated"]
-    evidence: BinTail | None
 
 
 def bin_tails(
@@ -164,7 +121,14 @@ class MeasuredTails:
         return max(missed, key=lambda pair: (pair[1].tail_low, pair[0]), default=None)
 
 
-def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[Choice]:
+def interval(tail: BinTail) -> dict[str, Any]:
+    """The fields of a tail that files hold."""
+    return {
+        name: getattr(tail, name) for name in ("tokens", "tail", "tail_low", "tail_high", "mean")
+    }
+
+
+def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[dict[str, Any]]:
     """Choose per bin the cheapest budget that holds as do all larger ones, made monotone.
 
     In a bin where budgets were measured and none holds, the budget is one with which every step in
@@ -172,6 +136,12 @@ def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[Choice]:
     without enough tokens takes the need of the next filled one, as needs grow with length. Beyond
     the last filled bin, the need of that bin is scaled in proportion to the length. Raises
     `CalibrationError` if no bin is filled, and on a target outside (0, 1).
+
+    Returns:
+        A row per bin, as schedules hold them in their provenance: `needed_tokens` is the budget
+        that the bin itself needs, `budget_tokens` the same after making the schedule monotone,
+        `basis` "measured", "dense" (no page is left out) or "extrapolated" (no budget has enough
+        tokens here); and the tail that was measured at the budget, if there is one.
     """
     if not 0 < target < 1:
         raise CalibrationError(f"target={target}: expected a tail between 0 and 1, e.g. 0.86")
@@ -184,21 +154,28 @@ def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[Choice]:
             f" expected at least {tails.min_tokens} from {MIN_CLUSTERS} prompts or more; add"
             " --samples or prompts, or lower --min-tokens"
         )
-    choices: list[Choice] = []
+    rows: list[dict[str, Any]] = []
     budget = 0
     for index in range(num_bins):
-        own = needed.get(index)
-        if own is None:
-            own = _extrapolate(needed, index, tails.page)
-        budget = max(budget, own)
-        evidence = tails.by_budget.get(budget, {}).get(index)
-        basis: Literal["measured", "dense", "extrapolated"] = "measured"
+        need = needed.get(index)
+        if need is None:
+            need = _extrapolate(needed, index, tails.page)
+        budget = max(budget, need)
+        basis = "measured"
         if index not in needed:
             basis = "extrapolated"
         elif budget >= tails.whole_budget(index):
             basis = "dense"
-        choices.append(Choice(index, budget, own, basis, evidence))
-    return choices
+        row = {
+            "bin": index,
+            "budget_tokens": budget,
+            "needed_tokens": need,
+            "basis": basis,
+            "tokens": 0,
+        }
+        evidence = tails.by_budget.get(budget, {}).get(index)
+        rows.append(row if evidence is None else row | interval(evidence))
+    return rows
 
 
 def _extrapolate(needed: Mapping[int, int], index: int, page: int) -> int:

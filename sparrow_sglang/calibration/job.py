@@ -1,32 +1,16 @@
-"""The job of a calibration, complete and checked before an engine starts.
-
-In: the options of `sparrow calibrate`. Out: the model's context, prompts, the samples to measure,
-and the settings that a work folder belongs to.
-"""
+"""The job of a calibration or a check, complete and validated before an engine starts."""
 
 import hashlib
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from sparrow_sglang.calibration.choice import CalibrationError
-from sparrow_sglang.calibration.measure import (
-    GIVEN_RESPONSE_ENGINE_ARGS,
-    DecodeVariant,
-    Sample,
-    fixed_budget,
-    loaded_schedule,
-    plan_samples,
-)
-from sparrow_sglang.calibration.options import (
-    CALIBRATED,
-    DEFAULT_TARGET,
-    PUBLISHED,
-    CalibrationOptions,
-)
+from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.prompts import (
     UNSCORED,
     Prompt,
@@ -36,22 +20,31 @@ from sparrow_sglang.calibration.prompts import (
     tokenizer_of,
 )
 from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
-from sparrow_sglang.calibration.work_folder import WorkFolder
+from sparrow_sglang.calibration.samples import Sample, WorkFolder, plan_samples
 from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
-from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, whole_pages
-from sparrow_sglang.models import model_folder, model_problem
-from sparrow_sglang.provenance import provenance
+from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, tail_bin_tokens, whole_pages
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
+from sparrow_sglang.provenance import device_name, provenance
 from sparrow_sglang.schedule import NAME, PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import read_schedule
-from sparrow_sglang.selection import SelectionRule
 
+DEFAULT_TARGET = 0.86
+PUBLISHED = "published"
+CALIBRATED = "calibrated"
+RULES = (PUBLISHED, CALIBRATED)
 MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
 # Each is a fifth to a half larger than the one before, from what an 8K model needs to what a 40K
 # model needs.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288)
 SHORT_CONTEXT = 16384
 SHORT_BIN_TOKENS = 1024
+GIVEN_RESPONSE_ENGINE_ARGS = {
+    "enable_custom_logit_processor": True,
+    # An overlapping scheduler would launch a step before the request has the token of the last one.
+    "disable_overlap_schedule": True,
+}
 # Arguments of the engine that the command sets, and what to do instead of setting them.
 _OWN_ARGUMENTS = {
     "page_size": "pass --page-size",
@@ -60,21 +53,77 @@ _OWN_ARGUMENTS = {
 }
 
 
-class Model(NamedTuple):
-    """`path` is the folder or hub name that the engine loads, `context` its longest sequence."""
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """The options of `sparrow calibrate`; fields are named as its flags are.
 
-    name: str
-    path: str
-    hf_config: Any
-    context: int
+    Raises `CalibrationError` on a target that is none, and on options that a check does not take.
+
+    Attributes:
+        target: tails to hold, one schedule each; empty for the default.
+        check: files or shipped names of schedules to check; empty to calibrate.
+        budgets: in tokens; empty for those that suit the model's context.
+        rule: one of `RULES`; None for `calibrated`, or `published` where the model has layers with
+            linear attention.
+        bin_tokens: positions per bin; None for what suits the model's context.
+        batch: generations that are measured at the same time.
+        engine_args: further arguments of `sglang.Engine`.
+    """
+
+    model_path: str = EMBEDDED_MODEL_NAME
+    prompts: Path | None = None
+    target: Sequence[float] = ()
+    out: Path | None = None
+    check: Sequence[str] = ()
+    work: Path | None = None
+    budgets: Sequence[int] = ()
+    rule: str | None = None
+    page_size: int = PAGE_SIZE
+    bin_tokens: int | None = None
+    new_tokens: int = 128
+    samples: int = 1
+    prompts_per_bin: int = 24
+    min_tokens: int = 1000
+    batch: int = 128
+    seed: int = 0
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for target in self.target:
+            if not 0 < target < 1:
+                raise CalibrationError(
+                    f"--target {target}: expected a tail between 0 and 1, e.g. 0.86"
+                )
+        given = {"rule": self.rule, "budgets": self.budgets, "bin-tokens": self.bin_tokens}
+        for name, value in given.items():
+            if self.check and value:
+                raise CalibrationError(
+                    f"--{name} has no effect with --check, which generates under each schedule as"
+                    " its file says: leave it out"
+                )
+
+    def require_files(self) -> None:
+        """Refuse missing or malformed files, before torch and SGLang are imported."""
+        if problem := path_problem(self.model_path):
+            raise CalibrationError(f"--model-path {self.model_path}: {problem}")
+        if self.prompts is not None:
+            # Two tokens for any text check a file's form without a tokenizer.
+            read_prompts(self.prompts, lambda text, add_special_tokens=True: [0, 0], sys.maxsize)
+        for path in self.check:
+            read_schedule(path)
+        if self.out is not None and (self.out.suffix != ".json" or self.out.is_dir()):
+            raise CalibrationError(f"--out {self.out}: expected the name of a .json file")
 
 
 @dataclass(frozen=True)
 class Job:
-    """The measurements to make, checked and complete before an engine starts.
+    """The measurements to make.
 
     Attributes:
+        path: folder or hub name that the engine loads.
+        context: the model's longest sequence.
         bin_tokens: positions per bin.
+        samples: all generations.
         settings: everything that the measurements depend on.
         folder: where the measurements are kept.
         engine_args: arguments for `sglang.Engine`.
@@ -85,7 +134,9 @@ class Job:
     """
 
     options: CalibrationOptions
-    model: Model
+    path: str
+    hf_config: Any
+    context: int
     page_size: int
     bin_tokens: int
     prompts: list[Prompt]
@@ -108,54 +159,54 @@ class Job:
         """Schedule files to write and their targets."""
         return dict(zip(_schedule_files(self.out, self.targets), self.targets, strict=True))
 
-    def samples_of(
-        self, variants: Sequence[DecodeVariant], prompts: Sequence[Prompt] | None = None
-    ) -> list[Sample]:
-        """All samples of the prompts under these variants, as many per prompt as were asked for."""
-        return plan_samples(
-            self.prompts if prompts is None else prompts,
-            variants,
-            self.options.samples,
-            self.options.new_tokens,
-            self.model.context - UNSCORED,
-        )
+    def origin(self) -> dict[str, Any]:
+        """The model, and the date, machine and versions of the measurement."""
+        values = {key: model_value(self.hf_config, key) for key in MATCHED_FIELDS}
+        return {
+            "model": Path(self.options.model_path).name,
+            "model_match": {key: value for key, value in values.items() if value is not None},
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **provenance(),
+        }
 
 
 def calibration_job(options: CalibrationOptions) -> Job:
     """The job that calibrates schedules; raises `ValueError` on options that cannot work."""
-    model = find_model(options.model_path, options.engine_args)
-    linear = linear_layers(model.hf_config)
+    model = _model(options)
+    name = Path(options.model_path).name
+    linear = linear_layers(model["hf_config"])
     if options.rule is None:
         options = replace(options, rule=PUBLISHED if linear else CALIBRATED)
     elif options.rule != PUBLISHED and linear:
         raise CalibrationError(
-            f"--rule {options.rule}: {model.name} has layers with linear attention, and rotates a"
-            " part of each head, which a choice of rotary pairs leaves out of account; expected"
-            f" --rule {PUBLISHED}"
+            f"--rule {options.rule}: {name} has layers with linear attention, for which rotary"
+            f" pairs cannot be chosen; expected --rule {PUBLISHED}"
         )
     targets = list(options.target) or [DEFAULT_TARGET]
-    name = model.name if len(targets) > 1 else f"{model.name}-{targets[0]}"
-    out = options.out or Path(f"{name}.json")
-    _require_names(_schedule_files(out, targets))
-    page_size = options.page_size
-    bin_tokens = options.bin_tokens or default_bin_tokens(model.context, page_size)
-    budgets = sorted(set(options.budgets or default_budgets(model.context, page_size)))
-    variants = [fixed_budget(budget, page_size) for budget in budgets]
+    out = options.out or Path(f"{name if len(targets) > 1 else f'{name}-{targets[0]}'}.json")
+    for path in _schedule_files(out, targets):
+        if not NAME.fullmatch(path.stem):
+            raise CalibrationError(
+                f"--out {cut(str(path))}: expected a file name of 1 to 64 letters, digits, '.', '_'"
+                " and '-' before .json, which becomes the name of the schedule"
+            )
+    context, page_size = model["context"], options.page_size
+    bin_tokens = options.bin_tokens or default_bin_tokens(context, page_size)
     if bin_tokens < 1 or bin_tokens % page_size:
         raise CalibrationError(
             f"--bin-tokens={bin_tokens}: expected a multiple of the page size {page_size}"
         )
+    budgets = sorted(set(options.budgets or default_budgets(context, page_size)))
     suffix = "" if options.rule == PUBLISHED else f"-{options.rule}"
     return _job(
         options,
         model,
-        page_size,
-        bin_tokens,
-        variants,
-        part="calibration",
+        [BudgetSchedule.fixed(budget, page_size) for budget in budgets],
         settings={"budgets": budgets},
-        schedule=f"fixed-{whole_pages(model.context, page_size)}",
-        folder=options.work or out.parent / f"{model.name}-page{page_size}{suffix}.calibration",
+        schedule=f"fixed-{whole_pages(context, page_size)}",
+        page_size=page_size,
+        bin_tokens=bin_tokens,
+        folder=options.work or out.parent / f"{name}-page{page_size}{suffix}.calibration",
         out=out,
         targets=targets,
         schedules=[],
@@ -164,16 +215,15 @@ def calibration_job(options: CalibrationOptions) -> Job:
 
 def check_job(options: CalibrationOptions) -> Job:
     """The job that checks schedules; raises `ValueError` on options that cannot work."""
-    model = find_model(options.model_path, options.engine_args)
+    model = _model(options)
     schedules = [read_schedule(spec) for spec in options.check]
+    if len({schedule.name for schedule in schedules}) < len(schedules):
+        raise CalibrationError(f"--check {' '.join(options.check)}: expected different names")
+    # One engine serves them all in turn.
+    loaded = LoadedSchedules.of(schedules[:1])
+    for schedule in schedules:
+        loaded.require_fit(schedule)
     page_size = schedules[0].page_size
-    names = [schedule.name for schedule in schedules]
-    if len(set(names)) < len(names) or any(s.page_size != page_size for s in schedules):
-        raise CalibrationError(
-            f"--check: got the schedules {', '.join(names)} of page sizes"
-            f" {sorted({s.page_size for s in schedules})}: expected different names and one page"
-            " size; check them one after the other"
-        )
     if len(options.target) > 1:
         raise CalibrationError(
             f"--target {' '.join(map(str, options.target))} with --check: expected one, or none to"
@@ -181,8 +231,8 @@ def check_job(options: CalibrationOptions) -> Job:
         )
     if options.page_size not in (PAGE_SIZE, page_size):
         raise CalibrationError(
-            f"--page-size {options.page_size} with --check: {names[0]} has pages of {page_size};"
-            " leave it out"
+            f"--page-size {options.page_size} with --check: {schedules[0].name} has pages of"
+            f" {page_size}; leave it out"
         )
     targets = []
     for schedule in schedules:
@@ -192,85 +242,63 @@ def check_job(options: CalibrationOptions) -> Job:
         targets.append(target)
     first = options.check[0].removesuffix(".json")
     measured = [
-        [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers]
-        + ([rule_settings(s.selection)] if s.selection != SelectionRule() else [])
+        [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers,
+         rule_settings(s.selection)]
         for s in schedules
-    ]
-    return _job(
+    ]  # fmt: skip
+    job = _job(
         options,
         model,
-        page_size,
-        schedules[0].bin_tokens,
-        [loaded_schedule(schedule) for schedule in schedules],
-        part="check",
+        schedules,
         settings={"page_size": page_size, "schedules": measured},
-        schedule=",".join(map(str, options.check)),
+        schedule=options.check[0],
+        page_size=page_size,
+        bin_tokens=tail_bin_tokens(schedules[0]),
         folder=options.work or Path(f"{first}.check"),
         out=options.out or Path(f"{first}.check.json"),
         targets=targets,
         schedules=schedules,
     )
+    for schedule in schedules:
+        if not any(sample.schedule is schedule for sample in job.samples):
+            raise CalibrationError(
+                f"--check {schedule.name}: no generation would decode sparsely, so there is nothing"
+                " to judge: expected longer prompts or more --new-tokens"
+            )
+    return job
 
 
 def _job(
     options: CalibrationOptions,
-    model: Model,
-    page_size: int,
-    bin_tokens: int,
-    variants: Sequence[DecodeVariant],
+    model: dict[str, Any],
+    under: Sequence[BudgetSchedule],
     *,
-    part: Literal["calibration", "check"],
     settings: dict[str, Any],
     schedule: str,
     **fields: Any,
 ) -> Job:
-    """The job whose prompts are decoded under `variants`; `schedule` is what the engine loads."""
-    tokenize = tokenizer_of(model.path)
+    """The job whose prompts are decoded `under` schedules; the engine starts with `schedule`."""
+    tokenize, context = tokenizer_of(model["path"]), model["context"]
+    checked = bool(fields["schedules"])
     if options.prompts is not None:
-        prompts = read_prompts(options.prompts, tokenize, model.context)
+        prompts = read_prompts(options.prompts, tokenize, context)
     else:
         prompts = builtin_prompts(
             tokenize,
-            model.context,
-            bin_tokens,
+            context,
+            fields["bin_tokens"],
             options.new_tokens,
             options.prompts_per_bin,
-            part,
+            "check" if checked else "calibration",
             options.seed,
         )
-    room = model.context - UNSCORED
-    samples = plan_samples(prompts, variants, options.samples, options.new_tokens, room)
+    room = context - UNSCORED
+    samples = plan_samples(prompts, under, options.samples, options.new_tokens, room, checked)
     if not samples:
         raise CalibrationError(
             "no generation would decode sparsely: the budgets hold every prompt with its new"
             " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
         )
-    return Job(
-        options=options,
-        model=model,
-        page_size=page_size,
-        bin_tokens=bin_tokens,
-        prompts=prompts,
-        samples=samples,
-        settings=_settings(options, model, prompts) | settings,
-        engine_args=_engine_args(options, model.context, page_size, schedule, prompts),
-        **fields,
-    )
-
-
-def _engine_args(
-    options: CalibrationOptions,
-    context: int,
-    page_size: int,
-    schedule: str,
-    prompts: Sequence[Prompt],
-) -> dict[str, Any]:
-    defaults = {
-        "context_length": context,
-        "page_size": page_size,
-        "random_seed": options.seed,
-        "sparrow_schedule": schedule,
-    }
     for name, instead in _OWN_ARGUMENTS.items():
         if name in options.engine_args:
             raise CalibrationError(f"--engine-args {name} is not set there: {instead}")
@@ -279,9 +307,23 @@ def _engine_args(
             f"--engine-args dp_size={replicas}: expected 1, as a response is compared on the engine"
             " that generated it; start one calibration for each GPU"
         )
+    engine_args = {
+        "context_length": context,
+        "page_size": fields["page_size"],
+        "random_seed": options.seed,
+        "sparrow_schedule": schedule,
+    }
     if any(prompt.response_ids for prompt in prompts):
-        defaults |= GIVEN_RESPONSE_ENGINE_ARGS
-    return defaults | options.engine_args
+        engine_args |= GIVEN_RESPONSE_ENGINE_ARGS
+    return Job(
+        options=options,
+        **model,
+        prompts=prompts,
+        samples=samples,
+        settings=_settings(options, model, prompts) | settings,
+        engine_args=engine_args | options.engine_args,
+        **fields,
+    )
 
 
 def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
@@ -291,31 +333,24 @@ def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
     return [out.with_stem(f"{out.stem}-{target}") for target in targets]
 
 
-def _require_names(files: Sequence[Path]) -> None:
-    for path in files:
-        if not NAME.fullmatch(path.stem):
-            raise CalibrationError(
-                f"--out {cut(str(path))}: expected a file name of 1 to 64 letters, digits, '.', '_'"
-                " and '-' before .json, which becomes the name of the schedule"
-            )
-
-
-def find_model(spec: str, engine_args: dict[str, Any]) -> Model:
-    """The model that `spec` names. Raises `CalibrationError` if it has no config or context."""
+def _model(options: CalibrationOptions) -> dict[str, Any]:
+    """`path`, `hf_config` and `context` of a job. Raises `CalibrationError` if it has none."""
     from transformers import AutoConfig
 
-    path = model_folder(spec)
+    path = model_folder(options.model_path)
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers raises anything on a config that it does not expect
-        raise CalibrationError(f"--model-path {spec}: {model_problem(path, error)}") from None
-    context = engine_args.get("context_length") or model_value(config, "max_position_embeddings")
+        problem = model_problem(path, error)
+        raise CalibrationError(f"--model-path {options.model_path}: {problem}") from None
+    limit = model_value(config, "max_position_embeddings")
+    context = options.engine_args.get("context_length") or limit
     if context is None:
         raise CalibrationError(
-            f"--model-path {spec}: its config has no max_position_embeddings; expected"
-            " context_length in --engine-args"
+            f"--model-path {options.model_path}: its config has no max_position_embeddings;"
+            " expected context_length in --engine-args"
         )
-    return Model(Path(spec).name, path, config, int(context))
+    return {"path": path, "hf_config": config, "context": int(context)}
 
 
 def default_bin_tokens(context: int, page_size: int) -> int:
@@ -324,22 +359,22 @@ def default_bin_tokens(context: int, page_size: int) -> int:
 
 
 def default_budgets(context: int, page_size: int) -> list[int]:
-    least = BudgetSchedule.fixed(context * page_size, page_size)
-    kept_pages = least.sink_pages + least.recent_pages
-    return [b for b in BUDGETS if kept_pages * page_size < b < context] or [
-        (kept_pages + 1) * page_size
-    ]
+    least = BudgetSchedule.fixed(context * page_size, page_size).least_pages * page_size
+    return [b for b in BUDGETS if least < b < context] or [least + page_size]
 
 
 def _settings(
-    options: CalibrationOptions, model: Model, prompts: Sequence[Prompt]
+    options: CalibrationOptions, model: dict[str, Any], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
     """Everything that the measurements depend on; a work folder belongs to one set of settings."""
     return {
-        "model": _identity(options.model_path, model.path),
+        "model": _identity(options.model_path, model["path"]),
         "weights": _weights(options.model_path),
+        "device": device_name(),
+        "dtype": engine_dtype(options.engine_args) or str(model_value(model["hf_config"], "dtype")),
+        "sglang": version("sglang"),
         "page_size": options.page_size,
-        "context": model.context,
+        "context": model["context"],
         "prompts": str(options.prompts or "built in"),
         "prompts_sha256": prompts_digest(prompts),
         "num_prompts": len({prompt.name for prompt in prompts}),
@@ -349,6 +384,17 @@ def _settings(
         "seed": options.seed,
         "engine_args": options.engine_args,
     }
+
+
+def engine_dtype(engine_args: dict[str, Any]) -> str | None:
+    """The dtype that the engine computes in; None for the model's own.
+
+    Without a GPU that is float32, which is fastest on most CPUs.
+    """
+    import torch
+
+    dtype: str | None = engine_args.get("dtype")
+    return dtype or (None if torch.cuda.is_available() else "float32")
 
 
 def _identity(spec: str, path: str) -> str:
@@ -369,17 +415,3 @@ def _weights(spec: str) -> str:
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(spec).glob(kind)]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
-
-
-def origin(model: Model) -> dict[str, Any]:
-    """The model, and the date, machine and versions of the measurement."""
-    return {
-        "model": model.name,
-        "model_match": {
-            key: value
-            for key in MATCHED_FIELDS
-            if (value := model_value(model.hf_config, key)) is not None
-        },
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **provenance(),
-    }

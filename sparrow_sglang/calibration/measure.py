@@ -1,150 +1,171 @@
-"""Measure acceptance rates of sparse generations, sample by sample, into a work folder.
+"""Measure samples with an SGLang engine: the acceptance rate of every sparsely decoded token."""
 
-In: prompts and variants, each a way to decode sparsely. Out: the acceptance rate of every token
-that was decoded sparsely, along a fresh sample or the response that a prompt brings.
-"""
-
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from itertools import groupby
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparrow_sglang.calibration.choice import CalibrationError, Tokens
-from sparrow_sglang.calibration.prompts import Prompt
-from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder
+from sparrow_sglang.calibration import CalibrationError
+from sparrow_sglang.calibration.job import Job, engine_dtype
+from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import EngineEndpoint
-from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, record_into
+from sparrow_sglang.config import schedule_from
+from sparrow_sglang.mismatch.exact_rates import (
+    comparing_request,
+    exact_rates,
+    record_into,
+    recording,
+)
+from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
 
 if TYPE_CHECKING:
     import torch
 
-GIVEN_RESPONSE_ENGINE_ARGS = {
-    "enable_custom_logit_processor": True,
-    "disable_overlap_schedule": True,
-}
-"""What an engine needs to decode along given responses: an overlapping scheduler would launch a
-step before the request has the token of the previous one."""
 _GIVEN = "sparrow_given_response"
 
 
-@dataclass(frozen=True)
-class DecodeVariant:
-    """One way to decode: the request's `options` for sparrow, and the `schedule` that they select.
+class MeasuringEngine(ExitStack):
+    """An engine for the measurements of one calibration, which starts when the first is missing."""
 
-    A `switched` schedule must be made the active one first, as requests cannot ask for it. Steps
-    that read the whole KV say nothing about a schedule and are left out.
+    def __init__(self) -> None:
+        super().__init__()
+        self._engine: Any = None
+        self._began = time.monotonic()
+
+    def measure_missing(self, job: Job) -> None:
+        """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
+
+        The engine of an earlier job is used again, which must have this job's landmarks. Raises
+        `CalibrationError` as `measure` does.
+        """
+        if len(job.work.load()) == len(job.samples):
+            return
+        with closing(Progress(len(job.samples), "generation")) as progress:
+            if self._engine is None:
+                progress.show("starting the engine")
+                with (
+                    recording(job.options.batch, job.options.new_tokens),
+                    schedule_from("sparrow calibrate, whose requests ask for their own"),
+                ):
+                    engine = running_engine(job.path, job.engine_args)
+                    self._engine = self.enter_context(engine)
+            else:
+                try:
+                    set_schedule(self._engine, job.engine_args["sparrow_schedule"])
+                except RuntimeError as error:
+                    raise CalibrationError(
+                        f"the engine failed ({error}): repeat the command"
+                    ) from error
+            measure(self._engine, job.samples, job.work, job.options.batch, progress)
+
+    def cost(self) -> dict[str, float]:
+        """Seconds since this object was made, without what an earlier run had measured, and the GiB
+        in use on the first GPU; empty if nothing was missing."""
+        import torch
+
+        if self._engine is None:
+            return {}
+        cost: dict[str, float] = {"seconds": round(time.monotonic() - self._began)}
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info(0)
+            cost["gpu_memory_gib"] = round((total - free) / 2**30, 1)
+        return cost
+
+
+@contextmanager
+def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
+    """An engine with sparse decode that takes token ids; `CalibrationError` if it does not start.
+
+    Without a GPU it has room for two sequences of full length.
     """
+    import sglang
+    import torch
 
-    schedule: BudgetSchedule
-    options: dict[str, Any]
-    switched: bool = False
+    defaults: dict[str, Any] = {
+        "attention_backend": BACKEND,
+        "skip_tokenizer_init": True,
+        "log_level": "error",
+        "custom_sigquit_handler": _raise_failed_start,
+        # A prefill pass replayed from a CUDA graph would not run the comparison.
+        "disable_prefill_cuda_graph": True,
+    }
+    if dtype := engine_dtype(engine_args):
+        defaults["dtype"] = dtype
+    if not torch.cuda.is_available():
+        defaults["max_total_tokens"] = 2 * int(engine_args.get("context_length", 4096))
+    keep_warnings()
+    try:
+        engine = sglang.Engine(model_path=model_path, **(defaults | engine_args))
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        raise CalibrationError(f"the engine does not start: {error}") from error
+    try:
+        stop_waiting_when_it_dies(engine)
+        yield engine
+    finally:
+        engine.shutdown()
 
-    def measures(self, cached: int) -> bool:
-        """Whether the step that attends to `cached` tokens leaves some of them out."""
-        return bool(self.schedule.tokens_read(cached) < cached)
 
+def stop_waiting_when_it_dies(engine: Any) -> None:
+    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies.
 
-@dataclass(frozen=True)
-class Sample:
-    """One generation of at most `new_tokens` tokens from `prompt` under `variant`."""
-
-    number: int
-    prompt: Prompt
-    variant: DecodeVariant
-    new_tokens: int
-
-
-def fixed_budget(
-    tokens: int,
-    page_size: int,
-    selection: SelectionRule | None = None,
-    dense_layers: Sequence[int] = (0, 1),
-) -> DecodeVariant:
-    """A fixed budget, asked for per request, so that all budgets run in one batch.
-
-    `selection` and `dense_layers` are those of the engine's schedule; None is the published rule.
+    SGLang's own handler kills this process without a message.
     """
-    fields = BudgetSchedule.fixed(tokens, page_size).model_dump()
-    fields |= {"selection": selection or SelectionRule(), "dense_layers": tuple(dense_layers)}
-    return DecodeVariant(BudgetSchedule(**fields), {"kv_budget_tokens": tokens})
+    from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+    class StopLoop(SignalHandler):
+        def running_phase_sigquit_handler(
+            self, signum: int | None = None, frame: FrameType | None = None
+        ) -> None:
+            engine.loop.stop()
+
+    engine.tokenizer_manager.signal_handler_class = StopLoop
 
 
-def loaded_schedule(schedule: BudgetSchedule) -> DecodeVariant:
-    """A schedule that the engine has loaded under its name."""
-    return DecodeVariant(schedule, {"schedule": schedule.name})
-
-
-def plan_samples(
-    prompts: Sequence[Prompt],
-    variants: Sequence[DecodeVariant],
-    repeats: int,
-    new_tokens: int,
-    context: int,
-) -> list[Sample]:
-    """All samples; those of a prompt follow each other, so that they share its prefix.
-
-    Samples without a step that their variant measures are left out. The first token comes from
-    prefill, and a step whose cached tokens fit into the budget is dense.
-    """
-    samples: list[Sample] = []
-    for prompt in prompts:
-        length = len(prompt.input_ids)
-        # A sequence that fills the context could be generated, but not scored.
-        room, count = min(new_tokens, context - 1 - length), repeats
-        if prompt.response_ids:
-            # Along a given response all samples would be equal.
-            room, count = min(room, len(prompt.response_ids)), 1
-        steps = range(length + 1, length + room)
-        for variant in variants:
-            if any(variant.measures(cached) for cached in steps):
-                samples += [Sample(len(samples) + i, prompt, variant, room) for i in range(count)]
-    return samples
+def _raise_failed_start(signum: int, frame: FrameType | None) -> None:
+    raise RuntimeError("a process of it failed; its traceback is above")
 
 
 def measure(
-    engine: Any,
-    samples: Sequence[Sample],
-    work: WorkFolder,
-    batch: int,
-    progress: Progress,
+    engine: Any, samples: Sequence[Sample], work: WorkFolder, batch: int, progress: Progress
 ) -> None:
     """Measure the samples that `work` does not hold yet, `batch` at a time.
 
     `engine` is an `sglang.Engine` that records at least `batch` generations. Raises
     `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
-    measurement, samples that were measured are kept.
+    measurement, finished samples are kept.
     """
     endpoint = EngineEndpoint(engine)
     done = work.load().keys()
     missing = [sample for sample in samples if sample.number not in done]
-    if any(sample.variant.switched for sample in missing):
+    if any(sample.switched for sample in missing):
         missing = _sharing_prefixes(missing, engine.get_server_info()["max_total_num_tokens"])
     finished = len(samples) - len(missing)
     progress.advance(finished)
     active: BudgetSchedule | None = None
     for group in _batches(missing, batch):
-        measured: list[SampleTokens] = []
+        measured: dict[int, Tokens] = {}
         try:
-            variant = group[0].variant
-            if variant.switched and variant.schedule != active:
-                set_schedule(engine, variant.schedule)
-                active = variant.schedule
+            schedule = group[0].schedule
+            if group[0].switched and schedule != active:
+                set_schedule(engine, schedule)
+                active = schedule
             progress.where = f"{finished}/{len(samples)} measured, "
             _measure_batch(endpoint, group, measured, progress)
         # Not only EndpointError: if a process of the engine dies, its event loop is stopped, which
         # raises a plain RuntimeError.
         except RuntimeError as error:
-            kept = finished + len(measured)
             raise CalibrationError(
-                f"the engine failed ({error}); {kept} of {len(samples)} generations are kept in"
-                f" {work.path}: repeat the command to go on from there"
+                f"the engine failed ({error}); {finished + len(measured)} of {len(samples)}"
+                f" generations are kept in {work.path}: repeat the command to resume"
             ) from error
         except KeyboardInterrupt:
             kept = finished + len(measured)
@@ -152,15 +173,14 @@ def measure(
             raise
         finally:
             if measured:
-                work.add(sorted(measured, key=lambda tokens: tokens.sample))
+                work.add(dict(sorted(measured.items())))
         finished += len(group)
         progress.advance(len(group))
 
 
 def _sharing_prefixes(samples: Sequence[Sample], room: int) -> list[Sample]:
-    """Samples in an order in which each prompt is prefilled once, not under every schedule: of as
-    many prompts together as fit into a prefix cache of `room` tokens, with what they generate and
-    what is scored."""
+    """Samples schedule by schedule, of as many prompts together as fit into a prefix cache of
+    `room` tokens, with what they generate and what is scored: each prompt is prefilled once."""
     part, parts, tokens = 0, dict[str, int](), 0
     for sample in samples:
         if sample.prompt.name not in parts:
@@ -168,35 +188,25 @@ def _sharing_prefixes(samples: Sequence[Sample], room: int) -> list[Sample]:
             if tokens > room:
                 part, tokens = part + 1, own
             parts[sample.prompt.name] = part
-    return sorted(samples, key=lambda sample: parts[sample.prompt.name])
+    order = {name: i for i, name in enumerate(dict.fromkeys(s.schedule.name for s in samples))}
+    return sorted(samples, key=lambda s: (parts[s.prompt.name], order[s.schedule.name]))
 
 
 def _batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
     """Up to `size` samples each, of one switched schedule or of none."""
-    for _, group in groupby(samples, lambda s: s.variant.switched and s.variant.schedule.name):
+    for _, group in groupby(samples, lambda sample: sample.switched and sample.schedule.name):
         together = list(group)
         for start in range(0, len(together), size):
             yield together[start : start + size]
 
 
-def tokens_by_schedule(samples: Sequence[Sample], work: WorkFolder) -> dict[str, list[Tokens]]:
-    """Everything measured so far, by the name of the variant's schedule."""
-    measured = work.load()
-    found: dict[str, list[Tokens]] = {sample.variant.schedule.name: [] for sample in samples}
-    for sample in samples:
-        if (row := measured.get(sample.number)) is not None:
-            tokens = Tokens(sample.prompt.name, row.cached, row.rates)
-            found[sample.variant.schedule.name].append(tokens)
-    return found
-
-
 def _measure_batch(
     endpoint: EngineEndpoint,
     samples: Sequence[Sample],
-    measured: list[SampleTokens],
+    measured: dict[int, Tokens],
     progress: Progress,
 ) -> None:
-    """Append to `measured` what each sample gives, as soon as it is scored."""
+    """Add to `measured` what each sample gives, as soon as it is scored."""
     count = progress.counter("measuring", len(samples), "generations")
 
     def compare(slot: int, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,18 +224,18 @@ def _measure_batch(
         rates = exact_rates(answer)
         # The step that gives the token after n others attends to n cached tokens.
         cached = len(sample.prompt.input_ids) + 1 + np.arange(len(rates))
-        kept = np.array([sample.variant.measures(int(n)) for n in cached], dtype=bool)
-        kept &= ~np.isnan(rates)
-        measured.append(SampleTokens(sample.number, cached[kept], rates[kept]))
+        sparse = (sample.schedule.tokens_read(cached) < cached) & ~np.isnan(rates)
+        measured[sample.number] = Tokens(sample.prompt.name, cached[sparse], rates[sparse])
         count()
 
     endpoint.generate_pairs([_request(s, i) for i, s in enumerate(samples)], compare, keep)
 
 
 def _request(sample: Sample, slot: int) -> dict[str, Any]:
-    prompt, variant = sample.prompt, sample.variant
-    custom: dict[str, Any] = {"sparrow": variant.options} if variant.options else {}
-    custom |= record_into(slot, len(prompt.input_ids))
+    prompt = sample.prompt
+    custom = record_into(slot, len(prompt.input_ids))
+    if not sample.switched:
+        custom["sparrow"] = {"kv_budget_tokens": sample.schedule.budget_tokens[0]}
     if prompt.response_ids:
         custom[_GIVEN] = list(prompt.response_ids)
     return {

@@ -1,7 +1,6 @@
 """Measure for a selection rule: rotary pairs, each layer alone, then sets of dense layers.
 
-In: a calibration job. Out: the same job under the chosen rule. The measurements of each step are
-kept in a folder of their own, so that a killed run goes on where it stopped.
+The measurements of each step are kept in a folder of their own, so that a killed run resumes.
 """
 
 import json
@@ -14,15 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.calibration import engine
-from sparrow_sglang.calibration.choice import CalibrationError, Tokens
+from sparrow_sglang.calibration import CalibrationError, measure
 from sparrow_sglang.calibration.job import Job
-from sparrow_sglang.calibration.measure import (
-    DecodeVariant,
-    fixed_budget,
-    plan_samples,
-    tokens_by_schedule,
-)
 from sparrow_sglang.calibration.prompts import UNSCORED, Prompt
 from sparrow_sglang.calibration.rule import (
     RuleChoice,
@@ -37,6 +29,7 @@ from sparrow_sglang.calibration.rule import (
     sensitivity_schedule,
     variance_kept,
 )
+from sparrow_sglang.calibration.samples import Tokens, plan_samples
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.config import schedule_from
 from sparrow_sglang.hf_config import (
@@ -53,12 +46,12 @@ from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 PROMPTS = 16
 
 
-def with_chosen_rule(job: Job, measuring: engine.MeasuringEngine) -> Job:
+def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     """Choose rotary pairs, layer weights and dense layers by measuring; return the job under them.
 
     Raises `CalibrationError` as `MeasuringEngine.measure_missing` does.
     """
-    hf_config, context = job.model.hf_config, job.model.context
+    hf_config, context = job.hf_config, job.context
     layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
     whole = [layer for layer in range(layers) if layer not in partial]
     prompts = _longest(job.prompts)
@@ -103,8 +96,8 @@ def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> 
 
 def _even(job: Job, rule: SelectionRule) -> BudgetSchedule:
     """All layers sparse, with a budget of the whole context."""
-    layers = num_layers_of(job.model.hf_config)
-    whole = whole_pages(job.model.context, job.page_size)
+    layers = num_layers_of(job.hf_config)
+    whole = whole_pages(job.context, job.page_size)
     return even_schedule("first", rule, layers, job.page_size, whole)
 
 
@@ -119,13 +112,15 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     path = step.work.path / "variances.json"
     if path.exists():
         return np.array(json.loads(path.read_text("utf-8")))
-    room = job.model.context - UNSCORED
+    room = job.context - UNSCORED
+    # Only prefill is measured.
+    engine_args = {"disable_cuda_graph": True} | step.engine_args
     with (
         schedule_from("sparrow calibrate, which measures rotary pairs"),
         closing(Progress(len(prompts), "prompt")) as progress,
     ):
         progress.show("starting the engine")
-        with engine.running_engine(job.model.path, step.engine_args) as running:
+        with measure.running_engine(job.path, engine_args) as running:
             try:
                 endpoint = connect(running)
                 endpoint.call_sparrow("pairs", landmark_tokens=tokens)
@@ -144,7 +139,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
                     f"the engine failed ({error}) while rotary pairs were measured: repeat the"
                     " command"
                 ) from error
-    config = job.model.hf_config
+    config = job.hf_config
     shape = (num_layers_of(config), num_kv_heads_of(config), head_dim_of(config) // 2)
     variances = np.zeros(shape)
     for layer, rows in found["layers"].items():
@@ -160,23 +155,16 @@ def _measured(
     name: str,
     schedules: Sequence[BudgetSchedule],
     rule: SelectionRule,
-    measuring: engine.MeasuringEngine,
+    measuring: measure.MeasuringEngine,
 ) -> dict[str, list[Tokens]]:
     """Tokens of each schedule, by its name, along one sample of each prompt."""
-    room = job.model.context - UNSCORED
-    planned = [
-        sample
-        for schedule in schedules
-        for sample in plan_samples(
-            prompts, [DecodeVariant(schedule, {}, switched=True)], 1, job.options.new_tokens, room
-        )
-    ]
-    samples = [replace(sample, number=number) for number, sample in enumerate(planned)]
+    room = job.context - UNSCORED
+    samples = plan_samples(prompts, schedules, 1, job.options.new_tokens, room, switched=True)
     step = replace(
         _step_of(job, name, _even(job, rule), schedules=_settings(schedules)), samples=samples
     )
     measuring.measure_missing(step)
-    measured = tokens_by_schedule(samples, step.work)
+    measured = step.work.by_schedule(samples)
     for schedule in schedules:
         if not any(len(tokens.rates) for tokens in measured.get(schedule.name, [])):
             raise CalibrationError(
@@ -195,17 +183,25 @@ def _settings(schedules: Sequence[BudgetSchedule]) -> list[Any]:
 
 def _under(job: Job, choice: RuleChoice) -> Job:
     """The job with its budgets under the chosen rule."""
-    rule = (job.page_size, choice.selection, choice.dense_layers)
-    variants = [fixed_budget(budget, *rule) for budget in job.settings["budgets"]]
+    whole, *budgets = (
+        BudgetSchedule(
+            **BudgetSchedule.fixed(tokens, job.page_size).model_dump()
+            | {"selection": choice.selection, "dense_layers": choice.dense_layers}
+        )
+        for tokens in (whole_pages(job.context, job.page_size), *job.settings["budgets"])
+    )
     path = job.folder / "rule.json"
-    fixed_budget(whole_pages(job.model.context, job.page_size), *rule).schedule.save(path)
+    whole.save(path)
     chosen = {
         "selection": rule_settings(choice.selection),
         "dense_layers": list(choice.dense_layers),
     }
+    samples = plan_samples(
+        job.prompts, budgets, job.options.samples, job.options.new_tokens, job.context - UNSCORED
+    )
     return replace(
         job,
-        samples=job.samples_of(variants),
+        samples=samples,
         settings=job.settings | chosen,
         engine_args=job.engine_args | {"sparrow_schedule": str(path)},
         rule=choice,

@@ -1,7 +1,4 @@
-"""Prompts of a calibration: from a JSONL file, or a built-in set that reaches every bin.
-
-In: a file or nothing. Out: token ids with a name each, checked against the model's context.
-"""
+"""Prompts of a calibration: from a JSONL file, or a built-in set that reaches every bin."""
 
 import hashlib
 import json
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard
 
-from sparrow_sglang.calibration.choice import CalibrationError
+from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.json_values import cut, relative_note
 
 

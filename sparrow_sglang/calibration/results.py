@@ -1,35 +1,26 @@
-"""Output of a calibration: schedule files with their evidence, or a check's report.
+"""Schedule files with their evidence, reports of checks, and both as tables."""
 
-In: tails per budget and bin, and the choices made from them. Out: `BudgetSchedule`s, JSON.
-"""
-
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
+from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.choice import (
     CONFIDENCE,
-    CalibrationError,
-    Choice,
     MeasuredTails,
-    Tokens,
     bin_tails,
     choose,
+    holds,
+    interval,
     shortage,
 )
-from sparrow_sglang.calibration.describe import (
-    describe,
-    describe_misses,
-    describe_tails,
-    interval,
-    nothing_holds,
-)
-from sparrow_sglang.calibration.job import Job, origin
-from sparrow_sglang.calibration.measure import tokens_by_schedule
+from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.rule import RuleChoice
-from sparrow_sglang.calibration.work_folder import WorkFolder
-from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
+from sparrow_sglang.calibration.samples import Tokens, WorkFolder
+from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail
+from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -40,11 +31,11 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
 
     If a target is held nowhere, raises `CalibrationError` after writing everything else.
     """
-    measured = tokens_by_schedule(job.samples, job.work)
-    schedules = {sample.variant.schedule.name: sample.variant.schedule for sample in job.samples}
+    measured = job.work.by_schedule(job.samples)
+    budgets = {s.schedule.name: s.schedule.budget_tokens[0] for s in job.samples}
     by_budget = {
-        schedule.budget_tokens[0]: bin_tails(measured[name], job.bin_tokens, job.page_size)
-        for name, schedule in schedules.items()
+        budgets[name]: bin_tails(tokens, job.bin_tokens, job.page_size)
+        for name, tokens in measured.items()
     }
     rule = job.rule
     least = 1.0 if rule is None else min(rule.selection.sparse_weights(rule.dense_layers))
@@ -53,7 +44,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
         str(budget): [{"bin": index} | interval(tail) for index, tail in bins.items()]
         for budget, bins in sorted(by_budget.items())
     }
-    evidence = origin(job.model) | {"settings": job.settings, "cost": cost, "tails": rows}
+    evidence = job.origin() | {"settings": job.settings, "cost": cost, "tails": rows}
     yield f"measured: {TAIL_PERCENTILE:g}th percentile of the acceptance rate per bin and budget"
     yield f"{describe_tails(tails, job.targets)}\n"
     failures = []
@@ -61,7 +52,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
         yield from describe_misses(tails, target)
         try:
             schedule = make_schedule(
-                path.stem, target, tails, job.page_size, job.model.context, evidence, rule
+                path.stem, target, tails, job.page_size, job.context, evidence, rule
             )
         except CalibrationError as error:
             failures.append(str(error))
@@ -77,13 +68,13 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
 
 def write_check(job: Job) -> list[dict[str, Any]]:
     """Write how each schedule holds its target; returns the same, one report per schedule."""
-    measured = tokens_by_schedule(job.samples, job.work)
+    measured = job.work.by_schedule(job.samples)
     reports = [
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
         for schedule, target in zip(job.schedules, job.targets, strict=True)
     ]
     with _kept(job.work):
-        write_json(job.out, {"checks": reports, **origin(job.model), "settings": job.settings})
+        write_json(job.out, {"checks": reports, **job.origin(), "settings": job.settings})
     return reports
 
 
@@ -102,8 +93,8 @@ def make_schedule(
     provenance). Raises `CalibrationError` as `choose` does, and if no measured budget holds the
     target in any bin, because such a schedule would be calibrated in name only.
     """
-    choices = choose(tails, target, -(-context // tails.bin_tokens))
-    if not any(choice.basis == "measured" for choice in choices):
+    bins = choose(tails, target, -(-context // tails.bin_tokens))
+    if not any(row["basis"] == "measured" for row in bins):
         raise CalibrationError(nothing_holds(tails, target))
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
     fields: dict[str, Any] = {}
@@ -115,7 +106,7 @@ def make_schedule(
         name=name,
         page_size=page_size,
         bin_tokens=tails.bin_tokens,
-        budget_tokens=tuple(choice.budget for choice in choices),
+        budget_tokens=tuple(row["budget_tokens"] for row in bins),
         calibrated=True,
         model=origin["model"],
         tail_target=target,
@@ -128,23 +119,10 @@ def make_schedule(
             "confidence": CONFIDENCE,
             "interval": "jackknife over prompts, Student's t",
             "min_tokens": tails.min_tokens,
-            "bins": [_bin_evidence(choice) for choice in choices],
+            "bins": bins,
             **rest,
         },
     )
-
-
-def _bin_evidence(choice: Choice) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "bin": choice.bin,
-        "budget_tokens": choice.budget,
-        "needed_tokens": choice.needed,
-        "basis": choice.basis,
-        "tokens": 0,
-    }
-    if choice.evidence is not None:
-        row |= interval(choice.evidence)
-    return row
 
 
 def check_schedule(
@@ -155,19 +133,23 @@ def check_schedule(
     A bin "holds" if its tail reaches the target, "fails" if its whole confidence interval lies
     below, and is "undecided" in between; "too few tokens" or "too few prompts" where it cannot be
     judged, "dense" where every layer reads the whole bin. `holds` is true if no bin fails and at
-    least one holds or is dense.
+    least one holds.
     """
-    tails = bin_tails(generations, schedule.bin_tokens, schedule.page_size)
-    least_read = schedule.layer_budgets(min(schedule.sparse_weights))
+    width, page = tail_bin_tokens(schedule), schedule.page_size
+    tails = bin_tails(generations, width, page)
+    bins = tails.keys() | (
+        set(range(len(schedule.budget_tokens))) if width == schedule.bin_tokens else set()
+    )
     rows: list[dict[str, Any]] = []
-    for index in sorted(tails.keys() | set(range(len(schedule.budget_tokens)))):
-        start = index * schedule.bin_tokens
+    for index in sorted(bins):
+        # Lengths count in whole pages, so the longest one of a bin ends before the next bin's page.
+        start, longest = index * width, ((index + 1) * width - 1) // page * page
         budget = schedule.kv_budget_tokens(max(1, start))
         row = {"bin": index, "first_position": start, "budget_tokens": budget, "tokens": 0}
         tail = tails.get(index)
         if tail is not None:
             row |= interval(tail)
-        if least_read[min(index, len(least_read) - 1)] >= (index + 1) * schedule.bin_pages:
+        if schedule.tokens_read(longest) == longest:
             verdict = "dense"
         elif tail is None or tail.tail_high is None or tail.tokens < min_tokens:
             verdict = shortage(tail, min_tokens)
@@ -179,13 +161,111 @@ def check_schedule(
     verdicts = [row["verdict"] for row in rows]
     return {
         "schedule": schedule.name,
+        "bin_tokens": width,
         "target": target,
         "percentile": TAIL_PERCENTILE,
         "confidence": CONFIDENCE,
         "min_tokens": min_tokens,
-        "holds": "fails" not in verdicts and bool({"holds", "dense"} & set(verdicts)),
+        "holds": "fails" not in verdicts and "holds" in verdicts,
         "bins": rows,
     }
+
+
+def describe(schedule: BudgetSchedule) -> str:
+    """The bins of a calibrated schedule as a table."""
+    bins: Any = schedule.provenance["bins"]
+    lines = [_table_head("basis")]
+    for row in bins:
+        span = _positions(row["bin"], schedule.bin_tokens)
+        lines.append(_table_line(span, row["budget_tokens"], row, row["basis"]))
+    return "\n".join(lines)
+
+
+def describe_check(report: Mapping[str, Any]) -> str:
+    """The bins of a check as a table, and whether the schedule holds its target."""
+    lines = [_table_head("verdict")]
+    for row in report["bins"]:
+        span = _positions(row["bin"], report["bin_tokens"])
+        lines.append(_table_line(span, row["budget_tokens"], row, row["verdict"]))
+    verdict = "holds" if report["holds"] else "does not hold"
+    if not any(row["verdict"] in ("holds", "fails", "undecided") for row in report["bins"]):
+        verdict = "has no judged bin for"
+    return "\n".join([*lines, f"{report['schedule']}: {verdict} {report['target']:g}\n"])
+
+
+def describe_tails(tails: MeasuredTails, targets: Sequence[float]) -> str:
+    """Tail, interval and tokens of each bin and budget, and the targets that the budget holds."""
+    lines = [_table_head("holds")]
+    for index in tails.bins:
+        span = _positions(index, tails.bin_tokens)
+        for budget in sorted(tails.by_budget):
+            tail = tails.by_budget[budget].get(index)
+            if tail is None:
+                continue
+            held = " ".join(f"{target:g}" for target in sorted(targets) if holds(tail, target))
+            verdict = shortage(tail, tails.min_tokens) or held or "-"
+            lines.append(_table_line(span, budget, interval(tail), verdict))
+            span = ""
+    return "\n".join(lines)
+
+
+def describe_misses(tails: MeasuredTails, target: float) -> Iterator[str]:
+    """A line on each bin where no measured budget holds: which came closest, and what to try."""
+    for index in tails.bins:
+        closest = tails.closest(index, target)
+        if closest is None:
+            continue
+        tail, end = closest[1], tails.whole_budget(index)
+        largest = max(b for b, bins in tails.by_budget.items() if index in bins and b < end)
+        between = (largest + end) // (2 * tails.page) * tails.page
+        hints = []
+        if (tail.tail_high or 0) >= target:
+            hints.append("more prompts or --samples")
+        if between > largest:
+            hints.append(f"--budgets with {between}, and a --work of its own")
+        if tail.tail_low:
+            hints.append(f"a --target of at most {math.floor(tail.tail_low * 100) / 100:.2f}")
+        yield (
+            f"positions {_positions(index, tails.bin_tokens)}: no budget holds {target:g};"
+            f" {_closest_words(*closest)}; try {', or '.join(hints) or 'longer prompts'}"
+        )
+
+
+def nothing_holds(tails: MeasuredTails, target: float) -> str:
+    """Why no schedule is written, and what to try."""
+    missed = [(each, index) for index in tails.bins if (each := tails.closest(index, target))]
+    words = "the budgets hold every measured position whole"
+    if missed:
+        closest, index = max(missed, key=lambda each: each[0][1].tail_low or 0)
+        words = f"{_closest_words(*closest)}, at positions {_positions(index, tails.bin_tokens)}"
+    return (
+        f"target {target:g}: no measured budget holds it in any bin, so no schedule is written;"
+        f" {words}: expected larger --budgets, more prompts or --samples, or a lower --target"
+    )
+
+
+def _closest_words(budget: int, tail: BinTail) -> str:
+    return (
+        f"{budget} came closest, with a tail of {tail.tail:.3f}"
+        f" (interval {tail.tail_low:.3f}-{tail.tail_high:.3f})"
+    )
+
+
+def _positions(index: int, bin_tokens: int) -> str:
+    return f"{index * bin_tokens}-{(index + 1) * bin_tokens - 1}"
+
+
+def _table_head(last: str) -> str:
+    return f"{'positions':>15} {'budget':>7} {'tail':>6}  {'95 % interval':<14} tokens  {last}"
+
+
+def _table_line(span: str, budget: int, row: Mapping[str, Any], last: str) -> str:
+    tail, bounds = "", ""
+    if "tail" in row:
+        tail = f"{row['tail']:.3f}"
+        if row["tail_low"] is not None:
+            bounds = f"{row['tail_low']:.3f}-{row['tail_high']:.3f}"
+    return f"{span:>15} {budget:>7} {tail:>6}  {bounds:<14} {row['tokens']:>6}  {last}"
 
 
 @contextmanager

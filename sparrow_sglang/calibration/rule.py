@@ -1,9 +1,5 @@
 """Choose a selection rule for a model: rotary pairs, how layers share the budget, dense layers.
 
-In: how much pairs tell landmarks apart, the acceptance lost when one layer alone is sparse, and
-tails with some layers dense. Out: a `SelectionRule` and dense layers, with the evidence. Pure
-arithmetic.
-
 `partial` are layers that never read the whole KV, whatever the schedule says. They count as dense,
 as in `BudgetSchedule.for_model`, and have no share in a budget.
 """
@@ -17,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.calibration.choice import CONFIDENCE, Tokens
+from sparrow_sglang.calibration.choice import CONFIDENCE
+from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.selection import PairLists, SelectionRule, int4_landmark_tokens

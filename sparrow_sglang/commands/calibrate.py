@@ -1,9 +1,4 @@
-"""`sparrow calibrate`: measure the cheapest KV budget per position bin that holds a tail target.
-
-In: a model and prompts. Fresh generations under several fixed budgets are scored densely by the
-same engine. Out: one schedule file per target with its evidence; or, with --check, a report on how
-fresh generations under given schedules hold their targets.
-"""
+"""`sparrow calibrate`: measure the cheapest KV budget per position bin that holds a tail target."""
 
 import argparse
 from collections.abc import Callable
@@ -11,16 +6,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.calibration.engine import MeasuringEngine
-from sparrow_sglang.calibration.job import calibration_job, check_job
-from sparrow_sglang.calibration.measure_rule import with_chosen_rule
-from sparrow_sglang.calibration.options import (
+from sparrow_sglang.calibration.job import (
     DEFAULT_TARGET,
     PUBLISHED,
     RULES,
     CalibrationOptions,
+    calibration_job,
+    check_job,
 )
-from sparrow_sglang.calibration.results import write_check, write_schedules
+from sparrow_sglang.calibration.measure import MeasuringEngine
+from sparrow_sglang.calibration.measure_rule import with_chosen_rule
+from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
 from sparrow_sglang.calibration.rule import describe_rule
 from sparrow_sglang.command_line import at_least, count, exit_on_sigterm
 from sparrow_sglang.plugin.server_args import engine_arguments
@@ -167,8 +163,6 @@ def _check(options: CalibrationOptions) -> int:
         engine.measure_missing(job)
     reports = write_check(job)
     for report in reports:
-        counts = ", ".join(f"{row['bin']}: {row['verdict']}" for row in report["bins"])
-        verdict = "holds" if report["holds"] else "does not hold"
-        print(f"{report['schedule']}: {verdict} {report['target']:g} ({counts})")
+        print(describe_check(report))
     print(job.out)
     return 0 if all(report["holds"] for report in reports) else 1

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sparrow_sglang.calibration import engine
-from sparrow_sglang.calibration.measure import Sample
-from sparrow_sglang.calibration.work_folder import SampleTokens, WorkFolder
+from sparrow_sglang.calibration import measure
+from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import TrainConfig
@@ -27,7 +26,7 @@ SCHEDULE = "smollm2-135m-0.86"
 
 def _rates(sample: Sample, cached: NDArray[np.int64]) -> NDArray[np.float64]:
     """Acceptance rates that fall as a larger share of the cached KV is not read."""
-    budgets = np.array([sample.variant.schedule.kv_budget_tokens(int(n)) for n in cached])
+    budgets = np.array([sample.schedule.kv_budget_tokens(int(n)) for n in cached])
     left_out = 1 - budgets / cached
     draw = np.random.default_rng(sample.number)
     return 1 - np.clip(left_out, 0, 1) * draw.beta(1, 4, len(cached))
@@ -40,7 +39,7 @@ def _measure(
     for sample in samples:
         cached = len(sample.prompt.input_ids) + 1 + np.arange(sample.new_tokens - 1)
         rates = _rates(sample, cached)
-        work.add([SampleTokens(sample.number, cached, rates)])
+        work.add({sample.number: Tokens(sample.prompt.name, cached, rates)})
         progress.advance(1)
 
 
@@ -57,8 +56,8 @@ def write_calibration(folder: Path, model: str) -> None:
     schedules = [str(folder / f"m-{target}.json") for target in TARGETS]
     check = ["--check", *schedules, "--out", str(folder / "check.json")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "running_engine", lambda *_: nullcontext())
-        patch.setattr(engine, "measure", _measure)
+        patch.setattr(measure, "running_engine", lambda *_: nullcontext())
+        patch.setattr(measure, "measure", _measure)
         assert cli.main([*command, *sizes, *out]) == 0
         assert cli.main([*command, *check]) in (0, 1)
 

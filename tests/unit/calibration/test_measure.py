@@ -1,7 +1,6 @@
 """What calibration generates, and what it need not."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,8 @@ import numpy as np
 import pytest
 
 from sparrow_sglang.calibration import measure as calibration_measure
-from sparrow_sglang.calibration.measure import (
-    DecodeVariant,
-    fixed_budget,
-    plan_samples,
-    tokens_by_schedule,
-)
 from sparrow_sglang.calibration.prompts import Prompt
-from sparrow_sglang.calibration.work_folder import WorkFolder
+from sparrow_sglang.calibration.samples import WorkFolder, plan_samples
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -24,16 +17,16 @@ PROMPT = Prompt("p", tuple(range(3, 103)))
 
 
 def test_dense_samples_are_not_generated() -> None:
-    variants = [fixed_budget(budget, 16) for budget in (96, 112, 128, 144)]
-    samples = plan_samples([PROMPT], variants, 2, 30, 320)
+    schedules = [BudgetSchedule.fixed(budget) for budget in (96, 112, 128, 144)]
+    samples = plan_samples([PROMPT], schedules, 2, 30, 320)
     # Steps attend to 101 to 129 tokens: 7 to 9 pages.
-    budgets = [sample.variant.schedule.budget_tokens[0] for sample in samples]
+    budgets = [sample.schedule.budget_tokens[0] for sample in samples]
     assert budgets == [96, 96, 112, 112, 128, 128]
 
 
 def test_a_given_response_is_decoded_once_and_to_its_end() -> None:
     prompt = Prompt("p", PROMPT.input_ids, tuple(range(20)))
-    (sample,) = plan_samples([prompt], [fixed_budget(64, 16)], 2, 30, 320)
+    (sample,) = plan_samples([prompt], [BudgetSchedule.fixed(64)], 2, 30, 320)
     assert sample.new_tokens == 20
 
 
@@ -65,9 +58,9 @@ def engine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_token_without_a_rate_is_left_out(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path, {})
-    samples = plan_samples([PROMPT], [fixed_budget(64, 16)], 1, 4, 320)
+    samples = plan_samples([PROMPT], [BudgetSchedule.fixed(64)], 1, 4, 320)
     calibration_measure.measure(Engine(), samples, work, 1, Progress(1, "generations"))
-    [tokens] = tokens_by_schedule(samples, work)["fixed-64"]
+    [tokens] = work.by_schedule(samples)["fixed-64"]
     # The second token of the response is computed with 101 tokens cached.
     np.testing.assert_array_equal(tokens.cached, [101, 103])
     np.testing.assert_array_equal(tokens.rates, [0.75, 0.5])
@@ -93,11 +86,7 @@ def test_prompts_that_fit_into_the_cache_together_are_measured_under_all_schedul
 
     prompts = [Prompt(str(first), (first, *PROMPT.input_ids[1:])) for first in (5, 6, 7)]
     schedules = [BudgetSchedule.fixed(tokens) for tokens in (64, 80)]
-    planned = [
-        replace(sample, number=3 * number + sample.number)
-        for number, schedule in enumerate(schedules)
-        for sample in plan_samples(prompts, [DecodeVariant(schedule, {}, switched=True)], 1, 4, 320)
-    ]
+    planned = plan_samples(prompts, schedules, 1, 4, 320, switched=True)
     work = WorkFolder(tmp_path, {})
     calibration_measure.measure(Small(), planned, work, 8, Progress(6, "generations"))
     assert sorted(work.load()) == list(range(6))
@@ -109,7 +98,7 @@ def test_an_interrupt_keeps_what_was_measured_of_a_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = WorkFolder(tmp_path, {})
-    samples = plan_samples([PROMPT], [fixed_budget(64, 16)], 5, 4, 320)
+    samples = plan_samples([PROMPT], [BudgetSchedule.fixed(64)], 5, 4, 320)
     with pytest.raises(KeyboardInterrupt):
         calibration_measure.measure(Engine(pairs=3), samples, work, 4, Progress(5, "generations"))
     assert sorted(work.load()) == [1, 2, 3]

@@ -11,9 +11,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
+from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration import prompts as calibration_prompts
-from sparrow_sglang.calibration.choice import CalibrationError, Tokens, bin_tails, is_filled
+from sparrow_sglang.calibration.choice import bin_tails, is_filled
 from sparrow_sglang.calibration.prompts import builtin_prompts, read_prompts
+from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
 
 START = 1

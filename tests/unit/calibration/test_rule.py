@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sparrow_sglang.attention_backends.kernel_limits import INT4_LANDMARKS
-from sparrow_sglang.calibration.choice import Tokens
 from sparrow_sglang.calibration.rule import (
     choose_rule,
     chosen_pairs,
@@ -18,6 +17,7 @@ from sparrow_sglang.calibration.rule import (
     sensitivity_schedule,
     variance_kept,
 )
+from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 
 PAGE = 16

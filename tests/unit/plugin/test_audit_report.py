@@ -10,7 +10,8 @@ from engines import SCHEDULE
 from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 
-from sparrow_sglang.calibration.choice import Tokens, bin_tails
+from sparrow_sglang.calibration.choice import bin_tails
+from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW
 from sparrow_sglang.plugin.audit.statistics import FALSE_WARNINGS, AuditReport

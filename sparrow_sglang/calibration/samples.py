@@ -1,0 +1,187 @@
+"""The generations of a calibration, and the work folder that keeps what they measured.
+
+The folder belongs to one set of settings and is refused for another. A batch is a Parquet file that
+appears whole or not at all, so a killed run resumes where it stopped.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow_sglang.atomic_write import replacing
+from sparrow_sglang.calibration import CalibrationError
+from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.schedule import BudgetSchedule
+
+SETTINGS = "settings.json"
+_BATCHES = "batch-*.parquet"
+_SAMPLES_KEY = b"sparrow_samples"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generation of at most `new_tokens` tokens from `prompt` under `schedule`.
+
+    A `switched` schedule is made the active one; otherwise it is a fixed budget that the request
+    asks for, so that all budgets share batches.
+    """
+
+    number: int
+    prompt: Prompt
+    schedule: BudgetSchedule
+    new_tokens: int
+    switched: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Sparsely decoded tokens of one generation.
+
+    `cached` int64 [T] is the number of cached tokens that the step attended to, which determines
+    the schedule's bin; `rates` float64 [T] are the steps' acceptance rates.
+    """
+
+    prompt: str
+    cached: NDArray[np.int64]
+    rates: NDArray[np.float64]
+
+
+def plan_samples(
+    prompts: Sequence[Prompt],
+    schedules: Sequence[BudgetSchedule],
+    repeats: int,
+    new_tokens: int,
+    context: int,
+    switched: bool = False,
+) -> list[Sample]:
+    """All samples; those of a prompt follow each other, so that they share its prefix.
+
+    Samples without a sparse step are left out. The first token comes from prefill, and a step whose
+    cached tokens fit into the budget is dense.
+    """
+    samples: list[Sample] = []
+    for prompt in prompts:
+        length = len(prompt.input_ids)
+        # A sequence that fills the context could be generated, but not scored.
+        room, count = min(new_tokens, context - 1 - length), repeats
+        if prompt.response_ids:
+            # Along a given response all samples would be equal.
+            room, count = min(room, len(prompt.response_ids)), 1
+        cached = np.arange(length + 1, length + room)
+        for schedule in schedules:
+            if (schedule.tokens_read(cached) < cached).any():
+                samples += [
+                    Sample(len(samples) + i, prompt, schedule, room, switched) for i in range(count)
+                ]
+    return samples
+
+
+class WorkFolder:
+    """Finished samples on disk, under the settings that they were made with."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """Open or make the folder.
+
+        Raises `CalibrationError` if it holds other settings or cannot be written.
+        """
+        self.path = path
+        target = path / SETTINGS
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            stored = json.loads(target.read_text("utf-8")) if target.exists() else None
+        except (OSError, ValueError) as error:
+            raise CalibrationError(
+                f"--work {path}: {error}; expected a new folder, or one of the same command"
+            ) from None
+        text = json.dumps(settings, indent=1) + "\n"
+        if stored is None:
+            with self.writing(SETTINGS) as draft:
+                draft.write_text(text, "utf-8")
+            return
+        current = json.loads(text)
+        for key in sorted(current.keys() | stored.keys()):
+            if current.get(key) != stored.get(key):
+                raise CalibrationError(
+                    f"--work {path}: it was measured with {key}={_short(stored.get(key))}, this run"
+                    f" {_short(current.get(key))}: name another folder, or repeat the command that"
+                    " made this one"
+                )
+
+    def load(self) -> dict[int, Tokens]:
+        """All finished samples by number. A damaged file is left out with a warning."""
+        import pyarrow
+
+        finished: dict[int, Tokens] = {}
+        for path in sorted(self.path.glob(_BATCHES)):
+            try:
+                finished |= _read_batch(path)
+            except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
+                logger.warning("%s is damaged and will be measured again (%s)", path, error)
+        return finished
+
+    def add(self, finished: Mapping[int, Tokens]) -> None:
+        """Append a batch, durable when this returns. Raises `CalibrationError` on a full disk."""
+        import pyarrow
+        from pyarrow import parquet
+
+        lengths = [len(tokens.cached) for tokens in finished.values()]
+        columns = {
+            "sample": np.repeat(np.array(list(finished), np.int32), lengths),
+            "cached": np.concatenate([t.cached.astype(np.int32) for t in finished.values()]),
+            "rate": np.concatenate([t.rates.astype(np.float32) for t in finished.values()]),
+        }
+        prompts = json.dumps({number: tokens.prompt for number, tokens in finished.items()})
+        table = pyarrow.table(columns).replace_schema_metadata({_SAMPLES_KEY: prompts.encode()})
+        with self.writing(f"batch-{min(finished):08d}.parquet") as draft:
+            parquet.write_table(table, draft)
+
+    def by_schedule(self, samples: Sequence[Sample]) -> dict[str, list[Tokens]]:
+        """Everything measured of these samples, by the name of the schedule."""
+        finished = self.load()
+        measured: dict[str, list[Tokens]] = {sample.schedule.name: [] for sample in samples}
+        for sample in samples:
+            if sample.number in finished:
+                measured[sample.schedule.name].append(finished[sample.number])
+        return measured
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """A draft of the file `name`. Raises `CalibrationError` if it cannot be written."""
+        try:
+            with replacing(self.path / name) as draft:
+                yield draft
+        except OSError as error:
+            raise CalibrationError(
+                f"--work {self.path}: cannot write {name} ({error.strerror or error}); earlier"
+                " measurements are kept: make room and repeat the command"
+            ) from None
+
+
+def _read_batch(path: Path) -> dict[int, Tokens]:
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    prompts = json.loads(table.schema.metadata[_SAMPLES_KEY])
+    sample, cached, rates = (table[name].to_numpy() for name in ("sample", "cached", "rate"))
+    return {
+        int(number): Tokens(
+            prompt,
+            cached[sample == int(number)].astype(np.int64),
+            rates[sample == int(number)].astype(np.float64),
+        )
+        for number, prompt in prompts.items()
+    }
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
