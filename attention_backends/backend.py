@@ -145,6 +145,8 @@ class SparrowAttnBackend(AttentionBackend):
             }
         on_cuda = model_runner.device == "cuda"
         self.dense, self._planning = build_dense_side(model_runner)
+        # Whether SGLang has to wait for the lengths of the previous round of lossless decoding.
+        self.needs_cpu_seq_lens = not on_cuda or getattr(self.dense, "needs_cpu_seq_lens", True)
         has_windows = bool(window_layers(model_runner.model_config.hf_config))
         self.stock_decode = not on_cuda or has_windows
         self.decode_guard = DecodeGuard()
@@ -173,7 +175,9 @@ class SparrowAttnBackend(AttentionBackend):
         return self.dense.support_triton()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if self.stock_decode:
+        # With lossless decoding SGLang calls this for verifications, then for drafts, which the
+        # dense side does not compute: it would allocate anew what captured graphs read.
+        if self.stock_decode or max_num_tokens > max_bs:
             self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         # SGLang may round batches up past the number of requests that it admits.
         self.sparse.reserve(max_bs)
@@ -183,6 +187,11 @@ class SparrowAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         if forward_batch.forward_mode.is_idle():
+            return
+        if forward_batch.forward_mode.is_target_verify():
+            with self._planning:
+                self.dense.init_forward_metadata(forward_batch)
+            self._plan_verify(forward_batch, captured=False)
             return
         decode = forward_batch.forward_mode.is_decode()
         if self.stock_decode or not decode:
@@ -196,6 +205,11 @@ class SparrowAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: "ForwardBatch", in_capture: bool = False
     ) -> None:
+        if forward_batch.forward_mode.is_target_verify():
+            with self._planning:
+                self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+            self._plan_verify(forward_batch, captured=True)
+            return
         self.decode_guard.planned(captured=True)
         if not in_capture:
             self.decode_guard.replayed()
@@ -208,6 +222,19 @@ class SparrowAttnBackend(AttentionBackend):
             forward_batch.seq_lens[:batch],
             forward_batch.seq_lens_cpu,
             captured=True,
+        )
+
+    def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
+        if forward_batch.forward_mode.is_target_verify():
+            self.dense.init_forward_metadata_in_graph(forward_batch)
+
+    def _plan_verify(self, forward_batch: "ForwardBatch", captured: bool) -> None:
+        batch = forward_batch.batch_size
+        self.sparse.plan_verify(
+            forward_batch.req_pool_indices[:batch],
+            forward_batch.seq_lens[:batch],
+            forward_batch.positions.numel() // batch,
+            captured,
         )
 
     def forward_extend(

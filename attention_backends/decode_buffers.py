@@ -101,7 +101,8 @@ class DecodeBuffers:
 
     Attributes:
         page_table: [rows, max_pages] int32; num_selected: [layers, rows] int32; page_ids: [rows,
-            Hkv, max_pages] int32; scratch of both kernels; launches of both, and of attention in
+            Hkv, max_pages] int32; verify_lens: [2, rows] int64, tokens before and after those that
+            a verification adds; scratch of both kernels; launches of both, and of attention in
             dense layers, by batch size.
     """
 
@@ -135,6 +136,7 @@ class DecodeBuffers:
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
         self.num_selected = torch.zeros(budget_layers, rows, dtype=torch.int32, device=device)
+        self.verify_lens = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self.select_scratch = allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]

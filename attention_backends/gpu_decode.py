@@ -91,6 +91,32 @@ class TritonPagedDecode:
             page_size=self._schedule.page_size,
         )
 
+    def plan_verify(
+        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
+    ) -> None:
+        batch, page_size = len(seq_lens), self._schedule.page_size
+        buffers = self._reserved(batch)
+        self._captured |= captured
+        # The addresses must not change: a captured graph reads them at every replay.
+        self._pages, lengths = buffers.page_table[:batch], buffers.verify_lens[:, :batch]
+        if batch > buffers.rows:
+            if captured:
+                raise ValueError(f"verification of {batch} requests: {buffers.rows} were announced")
+            self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
+            lengths = buffers.verify_lens.new_empty(2, batch)
+        self._no_prefix, self._seq_lens = lengths
+        self._no_prefix.copy_(seq_lens)
+        torch.add(seq_lens, width, out=self._seq_lens)
+        # Pages that `width` tokens in sequence touch at most.
+        self._longest = (width + page_size - 2) // page_size + 1
+        page_table.snapshot_page_table(
+            self._req_to_token,
+            req_pool_indices,
+            self._seq_lens,
+            self._pages,
+            page_size=page_size,
+        )
+
     def plan_decode(
         self,
         req_pool_indices: torch.Tensor,

@@ -155,7 +155,13 @@ class PageTable:
         num_pages = torch.div(seq_lens + page_size - 1, page_size, rounding_mode="floor")
         return cls(physical=first_slots.long() // page_size, num_pages=num_pages, seq_lens=seq_lens)
 
-    def full_pages(self, page_size: int) -> torch.Tensor:
-        """Physical pages that are full, each request's in turn, [number of full pages]."""
+    def full_pages(self, page_size: int, first: torch.Tensor | None = None) -> torch.Tensor:
+        """Physical pages that are full, each request's in turn, [number of full pages].
+
+        With `first` [B], only those from the page that holds this token on.
+        """
         position = torch.arange(self.physical.shape[1], device=self.physical.device)
-        return self.physical[position < (self.seq_lens // page_size)[:, None]]
+        full = position < (self.seq_lens // page_size)[:, None]
+        if first is not None:
+            full &= position >= (first // page_size)[:, None]
+        return self.physical[full]

@@ -31,6 +31,14 @@ class PagedDecode(Protocol):
     ) -> None:
         """Prepare a prefill pass over requests of `seq_lens` [B] tokens, prefix included."""
 
+    def plan_verify(
+        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
+    ) -> None:
+        """Prepare a dense pass over `width` tokens behind the `seq_lens` [B] cached ones.
+
+        Landmarks are written of the pages that these tokens touch only. Raises as `plan_decode`.
+        """
+
     def plan_decode(
         self,
         req_pool_indices: torch.Tensor,
@@ -135,6 +143,13 @@ class TorchPagedDecode:
     ) -> None:
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         self._full_pages = self._pages.full_pages(self._page_size)
+
+    def plan_verify(
+        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
+    ) -> None:
+        total = seq_lens + width
+        self._read_pages(req_pool_indices, total, total.cpu())
+        self._full_pages = self._pages.full_pages(self._page_size, first=seq_lens)
 
     def plan_decode(
         self,

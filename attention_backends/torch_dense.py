@@ -30,10 +30,19 @@ class TorchDenseBackend(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if forward_batch.forward_mode.is_target_verify():
+            width = forward_batch.spec_info.draft_token_num
+            new_tokens = torch.full_like(forward_batch.seq_lens, width)
+            lengths = forward_batch.seq_lens + width
+            return self._attend(
+                q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens, lengths
+            )
         if sinks is None and not self._translates(layer):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        new_tokens = forward_batch.extend_seq_lens
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens)
+        new_tokens, lengths = forward_batch.extend_seq_lens, forward_batch.seq_lens
+        return self._attend(
+            q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens, lengths
+        )
 
     def forward_decode(
         self,
@@ -47,8 +56,11 @@ class TorchDenseBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         if sinks is None and not self._translates(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        new_tokens = torch.ones_like(forward_batch.seq_lens)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens)
+        lengths = forward_batch.seq_lens
+        new_tokens = torch.ones_like(lengths)
+        return self._attend(
+            q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens, lengths
+        )
 
     def _translates(self, layer: "RadixAttention") -> bool:
         """Whether the layer's KV lies in the pool for windows."""
@@ -64,8 +76,9 @@ class TorchDenseBackend(TorchNativeAttnBackend):
         save_kv_cache: bool,
         sinks: torch.Tensor | None,
         new_tokens: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> torch.Tensor:
-        """Outputs [T, Hq · D] of the last `new_tokens` [B] tokens of each request."""
+        """Outputs [T, Hq · D] of the last `new_tokens` [B] of each request's `lengths` [B]."""
         pool: Any = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             locations = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
@@ -75,7 +88,7 @@ class TorchDenseBackend(TorchNativeAttnBackend):
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim).split(new_tokens.tolist())
         outputs = []
         for rows, request, length in zip(
-            queries, forward_batch.req_pool_indices, forward_batch.seq_lens.tolist(), strict=True
+            queries, forward_batch.req_pool_indices, lengths.tolist(), strict=True
         ):
             slots = self.req_to_token_pool.req_to_token[request, :length].long()
             if self._translates(layer):

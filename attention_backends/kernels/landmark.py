@@ -131,14 +131,15 @@ def _full_page(
     table_stride: tl.tensor,
     PAGE: tl.constexpr,
 ) -> tl.tensor:
-    """Physical page of program (page, row, ...), int64; -1 if it has landmarks or is not full."""
-    page_index = tl.program_id(0)
+    """Physical page of program (page, row, ...), int64; -1 if it is not full.
+
+    Program 0 has the first page that the prefix does not fill.
+    """
     row = tl.program_id(1)
-    full_pages = tl.load(seq_lens + row) // PAGE
-    first_page = tl.load(prefix_lens + row) // PAGE
-    asked_for = (page_index >= first_page) & (page_index < full_pages)
+    page_index = tl.load(prefix_lens + row) // PAGE + tl.program_id(0)
+    is_full = page_index < tl.load(seq_lens + row) // PAGE
     at = page_table + row.to(tl.int64) * table_stride + page_index
-    return tl.load(at, mask=asked_for, other=-1).to(tl.int64)
+    return tl.load(at, mask=is_full, other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -207,7 +208,8 @@ def update_landmarks_bulk(
         seq_lens: [bs] int32 or int64, cached tokens.
         prefix_lens: [bs], same dtypes: tokens whose full pages have landmarks already; 0 for all.
         page_size: 16, 32 or 64.
-        max_pages: pages of the longest request, a host number that sizes the grid.
+        max_pages: most pages that a request has beyond its full ones of the prefix, a host number
+            that sizes the grid.
     """
     _, num_kv_heads, head_dim = k_buffer.shape
     batch = seq_lens.shape[0]

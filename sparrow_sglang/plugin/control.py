@@ -17,6 +17,7 @@ from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
+from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.pair_calls import pairs
 from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.routes import add_routes
@@ -67,6 +68,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     loaded, _ = resolve_schedules(server_args, manager.model_config.hf_config)
     calls = (schedule, landmarks, pairs, adapter)
     state = ServerState(loaded, {call.__name__: partial(call, manager) for call in calls})
+    state.lossless = is_lossless(server_args)
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
         log = None if folder is None else MismatchLog(Path(folder))

@@ -26,6 +26,11 @@ from sparrow_sglang.hf_config import (
     window_layers,
 )
 from sparrow_sglang.plugin.layer_refusals import layer_problems
+from sparrow_sglang.plugin.lossless.refusals import (
+    LOSSLESS,
+    lossless_argument_problems,
+    lossless_model_problems,
+)
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_install import installed_version, version_problems
@@ -95,7 +100,12 @@ _RULES = (
         f"expected one of {PAGE_SIZES}",
         "pass --page-size 16, or leave it out",
     ),
-    _flag("speculative_algorithm", "verification decodes several tokens at once, densely"),
+    _Rule(
+        "speculative_algorithm",
+        lambda value: value is not None and value.upper() != LOSSLESS,
+        "verification decodes several tokens at once, densely",
+        f"pass --speculative-algorithm {LOSSLESS}, or leave it out",
+    ),
     _flag("enable_hierarchical_cache", f"HiCache: {_PAST_THE_BACKEND}"),
     _flag("hicache_storage_backend", f"HiCache: {_PAST_THE_BACKEND}"),
     _flag("enable_lmcache", _PAST_THE_BACKEND),
@@ -211,6 +221,7 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         value = getattr(server_args, rule.field)
         if rule.refused(value):
             problems.append(f"{rule.field}={value!r}: {rule.why}; {rule.fix}")
+    problems += lossless_argument_problems(server_args)
     if server_args.sparrow_audit_log is not None and not server_args.sparrow_audit_rate:
         problems.append(
             f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"
@@ -376,12 +387,13 @@ def device_problems(
     view: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
 ) -> list[str]:
     """What the kernels and the dense side cannot compute, of resolved arguments."""
+    lossless = lossless_model_problems(view, model_config)
     if view.device == "cuda":
         kernels = kernel_problems(view, model_config) + rule_problems(schedule)
-        return kernels + dense_problems(view, model_config)
+        return lossless + kernels + dense_problems(view, model_config)
     if (asked := getattr(view, DENSE_FIELD)) is None:
-        return []
-    return [f"{DENSE_FIELD}={asked!r}: it is for a GPU; on {view.device} leave it out"]
+        return lossless
+    return lossless + [f"{DENSE_FIELD}={asked!r}: it is for a GPU; on {view.device} leave it out"]
 
 
 def runner_problems(runner: "ModelRunner") -> list[str]:

@@ -18,6 +18,7 @@ from sparrow_sglang.plugin.hooks import (
     register_hooks,
 )
 from sparrow_sglang.plugin.layer_refusals import unknown_attributes
+from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     device_problems,
@@ -32,6 +33,7 @@ from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
 from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_install import (
     INSTALL,
+    LOCKED,
     SUPPORTED,
     installed_version,
     version_problems,
@@ -51,6 +53,10 @@ def register() -> None:
     try:
         refuse(version_problems())
         server_args.install()
+        if installed_version() == LOCKED:
+            from sparrow_sglang.plugin.lossless import algorithm
+
+            algorithm.register()
         PROCESS.hooks = HOOKS + _platform_hooks()
         refuse(probe_problems(PROCESS.hooks))
         register_hooks(PROCESS.hooks)
@@ -92,6 +98,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
         backend.budgets,
         backend.decode_guard,
         audited=runner.server_args.sparrow_audit_rate > 0,
+        lossless=is_lossless(view),
     )
     return backend
 

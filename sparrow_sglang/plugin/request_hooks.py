@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
+from sparrow_sglang.plugin.lossless.refusals import require_lossless
 from sparrow_sglang.plugin.request_checks import (
     UNREADABLE,
     require_samples,
@@ -90,6 +91,8 @@ def check_request(
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size)
+        if state.lossless:
+            require_lossless(request)
 
 
 @functools.cache

@@ -4,10 +4,12 @@ Each hook says why it is needed and which version of SGLang it was checked with.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedules
 from sparrow_sglang.plugin.state import PROCESS
@@ -70,7 +72,7 @@ def keep_sparse_kv_private(
     A finished request hands prompt and output to the prefix tree. KV of output tokens was computed
     from only part of the context, so a later request would silently inherit the mismatch. The
     prompt's pages enter the tree after prefill, and stay; if the request ends at its prefill, this
-    hook inserts them.
+    hook inserts them. Lossless decoding leaves dense KV only, which may enter.
 
     Checked with 0.5.17. Other ways into the tree: `cache_unfinished_req` runs after prefill only,
     over tokens that were prefilled (re-prefilled ones of a retracted request included); retraction
@@ -78,7 +80,7 @@ def keep_sparse_kv_private(
     sessions, HiCache, disaggregation, diffusion models are refused at start-up.
     """
     without_insertion = sglang_versions.without_insertion(arguments)
-    if PROCESS.scheduler is None or without_insertion is None:
+    if PROCESS.scheduler is None or without_insertion is None or PROCESS.scheduler.lossless:
         return None
     first_sparse_length = PROCESS.scheduler.option(req).first_sparse_length()
     cached_tokens = sglang_versions.kv_of(req).kv_committed_len
@@ -186,3 +188,12 @@ def reserve_decode_buffers(
         loaded.active, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype
     )
     return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))
+
+
+def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
+    """AROUND hook: SGLang 0.5.23 cannot capture the verifications of an algorithm of ours."""
+    if runner.spec_algorithm.is_none() or not is_lossless(runner.server_args):
+        return original(runner)
+    from sparrow_sglang.plugin.lossless.graphs import VerifyGraphs
+
+    return VerifyGraphs

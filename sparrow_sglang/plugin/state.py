@@ -33,6 +33,7 @@ class ServerState:
         weight_update: held open between SGLang's calls that begin and end an update of weights.
         has_prefixes: whether requests have come since the prefix cache was emptied.
         has_old_prefixes: whether weights have been updated since, too.
+        lossless: whether the server decodes losslessly.
     """
 
     loaded: LoadedSchedules
@@ -43,6 +44,7 @@ class ServerState:
     weight_update: AsyncExitStack | None = None
     has_prefixes: bool = False
     has_old_prefixes: bool = False
+    lossless: bool = False
 
     def switch(self, loaded: LoadedSchedules) -> None:
         """Check requests against `loaded` from now on, and audit under its active schedule."""
@@ -59,6 +61,7 @@ class SchedulerState:
         budgets: the schedules and the requests' options, on the device; owns the active schedule.
         guard: gets an announcement of each decode batch.
         audited: whether some requests of this server are audited.
+        lossless: whether the server decodes losslessly.
         temperatures: of the audited requests of the latest batch, by row, where not 1.
         compared: of the latest prefill's requests that `exact_acceptance` compares, by request id,
             slot and number of prompt tokens.
@@ -67,6 +70,7 @@ class SchedulerState:
     budgets: "BudgetTable"
     guard: DecodeGuard = field(default_factory=DecodeGuard)
     audited: bool = False
+    lossless: bool = False
     temperatures: dict[int, float] = field(default_factory=dict)
     compared: dict[str, tuple[int, int]] = field(default_factory=dict)
     _options: "WeakKeyDictionary[Req, RequestOption]" = field(

@@ -77,6 +77,26 @@ def last_locations(
     return last_locations_in_torch()(req_to_token, req_pool_indices, prefix_lens)
 
 
+def assign_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """REPLACE hook: SGLang launches a Triton kernel to write the slots of a round (0.5.23)."""
+    spans = zip(start_offset.tolist(), end_offset.tolist(), strict=True)
+    rows = torch.cat([torch.arange(start, end) for start, end in spans])
+    requests = req_pool_indices.long().repeat_interleave(end_offset - start_offset)
+    req_to_token[requests, rows] = out_cache_loc.to(req_to_token.dtype)
+
+
+def without_copies(pool: Any) -> None:
+    """REPLACE hook: SGLang warms up a Triton kernel for trees of drafts, which ours are not."""
+    pool._kv_copy_config = None
+
+
 def no_binding(*args: Any, **kwargs: Any) -> None:
     """REPLACE hook: SGLang requires one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
 

@@ -1,0 +1,1 @@
+"""Lossless decoding: sparse decode steps draft tokens, one dense pass verifies them."""

@@ -1,0 +1,185 @@
+"""Sampling of drafts, and their acceptance: speculative sampling along a chain.
+
+A draft x, sampled from q, is accepted with probability min(1, p(x) / q(x)), where p is the dense
+distribution; after the first rejection a token is drawn from max(p - q, 0), normalised. The tokens
+then have exactly the distribution p, whatever q is (arXiv 2302.01318, 2211.17192), so q may be
+restricted to some of the vocabulary. Everything here is torch and never waits for the device.
+B is the number of requests, k that of drafts, V the vocabulary, C the candidates of a draft.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+MAX_CANDIDATES = 4096
+"""The vocabulary is divided into at most this many groups, and q is restricted to the likeliest
+token of each. Ids in sequence, such as those of digits, are in different groups."""
+
+
+class Draft(NamedTuple):
+    """A draft of each request, and the distribution that it was sampled from.
+
+    Attributes:
+        tokens: [B] int64.
+        ids: [B, C] int64, the candidates.
+        q: [B, C] fp32, their probabilities; None for greedy drafts.
+    """
+
+    tokens: torch.Tensor
+    ids: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+
+
+class Outcome(NamedTuple):
+    """What a verification accepts.
+
+    Attributes:
+        accepted: [B] int64, drafts accepted of each request.
+        bonus: [B] int64, the token after them.
+        rates: [B, k] fp32, probability that draft j is accepted, given those before it.
+    """
+
+    accepted: torch.Tensor
+    bonus: torch.Tensor
+    rates: torch.Tensor
+
+    def output(self, drafts: torch.Tensor) -> torch.Tensor:
+        """[B, k + 1]: accepted drafts, the bonus token, then tokens to ignore."""
+        padded = torch.cat([drafts, drafts[:, :1]], dim=1)
+        return padded.scatter(1, self.accepted[:, None], self.bonus[:, None])
+
+
+def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
+    """The distributions from which requests sample, in fp32, of `logits`' shape.
+
+    Args:
+        logits: [B, V] or [B, rows, V].
+        info: temperatures [B, 1], top_ks, top_ps and min_ps [B], as SGLang has them: a greedy
+            request has top_k 1.
+    """
+    batch, columns = len(logits), logits.shape[-1]
+    flat = logits.reshape(-1, columns)
+    rows = len(flat) // batch
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(-1).repeat_interleave(rows, output_size=len(flat))
+
+    probs = torch.softmax(flat.float() / spread(info.temperatures)[:, None], dim=-1)
+    if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
+        probs = _truncated(
+            probs, spread(info.top_ks), spread(info.top_ps), spread(info.min_ps), info
+        )
+    if info.is_any_greedy:
+        greedy = spread(info.top_ks)[:, None] <= 1
+        best = torch.zeros_like(probs).scatter_(1, flat.argmax(-1, keepdim=True), 1.0)
+        probs = torch.where(greedy, best, probs)
+    return probs.view(logits.shape)
+
+
+def _truncated(
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    info: "SamplingBatchInfo",
+) -> torch.Tensor:
+    """`probs` [R, V] after top-k, top-p and min-p, each defined as in SGLang's sampler.
+
+    Top-p counts the mass before truncation, except beside min-p in SGLang's sampler on a GPU.
+    """
+    if probs.is_cuda:
+        from sgl_kernel import top_k_renorm_prob, top_p_renorm_prob
+
+        of_top_k = top_k_renorm_prob(probs, top_ks) if info.need_top_k_sampling else probs
+        whole = of_top_k if info.need_min_p_sampling else probs
+        of_top_p = top_p_renorm_prob(whole, top_ps) if info.need_top_p_sampling else probs
+        kept = of_top_k.masked_fill(of_top_p <= 0, 0)
+    else:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        rank = torch.arange(probs.shape[1], device=probs.device)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered * ((rank < top_ks[:, None]) & (before <= top_ps[:, None]))
+        kept = torch.zeros_like(probs).scatter_(1, order, ordered)
+    if info.need_min_p_sampling:
+        kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) * min_ps[:, None], 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def sample(probs: torch.Tensor) -> torch.Tensor:
+    """Index of one column of each row of `probs` [B, C], which need not sum to 1: [B] int64."""
+    # The first of several exponential clocks is each with a probability in proportion to its rate.
+    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
+def candidates(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and ids of the likeliest token of each group, both [B, C].
+
+    Args:
+        logits: [B, V]; token i is in group i mod (V // depth).
+    """
+    batch, vocabulary = logits.shape
+    depth = -(-vocabulary // MAX_CANDIDATES)
+    groups = vocabulary // depth
+    best, member = logits[:, : groups * depth].view(batch, depth, groups).max(dim=1)
+    ids = member * groups + torch.arange(groups, device=logits.device)
+    if rest := vocabulary - groups * depth:
+        best = torch.cat([best, logits[:, -rest:]], dim=1)
+        last = torch.arange(vocabulary - rest, vocabulary, device=logits.device)
+        ids = torch.cat([ids, last.expand(batch, -1)], dim=1)
+    return best, ids
+
+
+def draft(logits: torch.Tensor, info: "SamplingBatchInfo") -> Draft:
+    """Sample a draft of each request from the logits [B, V] of a sparse step."""
+    if info.is_all_greedy:
+        return Draft(logits.argmax(-1))
+    best, ids = candidates(logits)
+    q = distribution(best, info)
+    return Draft(ids.gather(1, sample(q)[:, None]).squeeze(1), ids, q)
+
+
+def verify(drafts: list[Draft], logits: torch.Tensor, info: "SamplingBatchInfo") -> Outcome:
+    """Accept a prefix of the k `drafts`, and draw the token after it.
+
+    Args:
+        drafts: in sequence.
+        logits: [B, k + 1, V] of the dense pass: row j follows j drafts.
+        info: as in `distribution`.
+    """
+    k = len(drafts)
+    tokens = torch.stack([one.tokens for one in drafts], dim=1)
+    if info.is_all_greedy:
+        best = logits.argmax(-1)
+        equal = tokens == best[:, :k]
+        accepted = equal.long().cumprod(1).sum(1)
+        return Outcome(accepted, best.gather(1, accepted[:, None]).squeeze(1), equal.float())
+    ids = torch.stack([one.ids for one in drafts if one.ids is not None], dim=1)
+    q = torch.stack([one.q for one in drafts if one.q is not None], dim=1)
+    return accept(tokens, ids, q, distribution(logits, info))
+
+
+def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:
+    """The definition of acceptance and of the residual.
+
+    Args:
+        tokens: [B, k], draft j sampled from q[:, j].
+        ids: [B, k, C], distinct candidates.
+        q: [B, k, C], their probabilities; all other tokens have none.
+        p: [B, k + 1, V], dense distributions.
+    """
+    k = tokens.shape[1]
+    p_of_draft = p[:, :k].gather(2, tokens[..., None]).squeeze(2)
+    q_of_draft = (q * (ids == tokens[..., None])).sum(2)
+    is_accepted = torch.rand_like(p_of_draft) * q_of_draft < p_of_draft
+    accepted = is_accepted.long().cumprod(1).sum(1)
+    rejected_at = accepted.clamp(max=k - 1)[:, None, None].expand(-1, 1, ids.shape[2])
+    removed = q.gather(1, rejected_at).squeeze(1) * (accepted < k)[:, None]
+    p_next = p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[2])).squeeze(1)
+    residual = p_next.scatter_add(1, ids.gather(1, rejected_at).squeeze(1), -removed).clamp(min=0)
+    # Where p = q up to rounding, a rejection has no residual.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    rates = torch.minimum(q, p[:, :k].gather(2, ids)).sum(2)
+    return Outcome(accepted, sample(residual), rates)

@@ -1,0 +1,94 @@
+"""The algorithm `SPARROW` of SGLang's --speculative-algorithm.
+
+Imported by SGLang's processes only; a plugin registers an algorithm as it does a backend.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
+
+from sparrow_sglang.plugin.refusals import LOSSLESS
+
+DEFAULT_DRAFTS = 8
+
+
+class SparseDrafts(CustomSpecAlgo):
+    """What SGLang 0.5.23 calls on an algorithm and `CustomSpecAlgo` lacks, and the widths."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def create_future_map(
+        self,
+        device: Any,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+    def handle_server_args(self, server_args: Any) -> None:
+        # SGLang counts the bonus token among the draft tokens.
+        width = server_args.speculative_num_draft_tokens or DEFAULT_DRAFTS + 1
+        server_args.speculative_num_draft_tokens = width
+        server_args.speculative_num_steps = width - 1
+        server_args.speculative_eagle_topk = 1
+
+
+def register() -> None:
+    """Make the algorithm known to SGLang, once in each process."""
+    if get_spec(LOSSLESS) is not None:
+        return
+
+    @SpeculativeAlgorithm.register(LOSSLESS, supports_overlap=True, spec_class=SparseDrafts)
+    def worker(server_args: Any) -> type:
+        from sparrow_sglang.plugin.lossless.worker import LosslessWorker
+
+        return LosslessWorker
+
+
+@dataclass
+class RoundState(SpecInput):
+    """What a request carries from round to round.
+
+    Attributes:
+        bonus_tokens: [B], the latest token of each request, whose KV is not written yet.
+        new_seq_lens: [B], tokens whose KV is.
+        future_indices: [B], rows of SGLang's relay that hold both while a round is in flight.
+    """
+
+    bonus_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor
+    future_indices: torch.Tensor | None = None
+    # The relay reads these.
+    topk_p: ClassVar[None] = None
+    topk_index: ClassVar[None] = None
+    hidden_states: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        # A type that no forward pass runs on.
+        super().__init__(SpecInputType.PP_SPEC_RELAY)
+        self.num_tokens_per_req = self.num_tokens_for_logprob_per_req = 1
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: Any = None) -> None:
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+        else:
+            self.bonus_tokens = self.bonus_tokens[new_indices]
+            self.new_seq_lens = self.new_seq_lens[new_indices]
+
+    def merge_batch(self, other: "RoundState") -> None:
+        if self.future_indices is not None and other.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+        else:
+            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+            self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])

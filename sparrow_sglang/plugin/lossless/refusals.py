@@ -1,0 +1,118 @@
+"""What lossless decoding refuses: arguments, models, and fields of requests."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
+from sparrow_sglang.request_options import RequestError
+from sparrow_sglang.sglang_install import LOCKED, installed_version
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.server_args import ServerArgs
+
+LOSSLESS = "SPARROW"
+"""Name of the algorithm in SGLang's --speculative-algorithm."""
+MAX_DRAFT_TOKENS = 33
+
+_ARGUMENTS = {
+    "pp_size": (1, "drafts are not passed between pipeline stages"),
+    "enable_dp_attention": (False, "idle ranks would have to draft"),
+    "enable_lora": (False, "drafts carry no adapters"),
+    "lora_paths": (None, "drafts carry no adapters"),
+    "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:draft_acceptance"),
+    "enable_deterministic_inference": (False, "drafts take no seed"),
+    "enable_return_hidden_states": (False, "a round keeps none"),
+    "speculative_adaptive": (False, "the number of drafts is fixed"),
+    "speculative_use_rejection_sampling": (False, "drafts are always verified so"),
+}
+
+
+class _Field(NamedTuple):
+    name: str
+    neutral: Any
+    why: str = "it changes the distribution after each token of a round"
+
+
+_SAMPLING = (
+    _Field("frequency_penalty", 0),
+    _Field("presence_penalty", 0),
+    _Field("repetition_penalty", 1),
+    _Field("min_new_tokens", 0),
+    _Field("logit_bias", None, "verification applies none"),
+    _Field("sampling_seed", None, "drafts take no seed"),
+    _Field("beam_width", None, "beams draft nothing"),
+    _Field("watermark", None, "verification applies none"),
+    *(_Field(name, None) for name in ("json_schema", "regex", "ebnf", "structural_tag")),
+)
+_REQUEST = (
+    _Field("custom_logit_processor", None, "verification applies none"),
+    _Field("return_hidden_states", False, "a round keeps none"),
+    _Field("return_sampling_mask", False, "a round keeps none"),
+    _Field("return_entropy", False, "a round keeps none"),
+    _Field("lora_id", None, "drafts carry no adapters"),
+)
+
+
+def is_lossless(server_args: "ServerArgs") -> bool:
+    """Whether the server decodes losslessly; SGLang accepts the name in lower case, too."""
+    return (server_args.speculative_algorithm or "").upper() == LOSSLESS
+
+
+def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
+    """One sentence for each argument that lossless decoding does not run with."""
+    if not is_lossless(server_args):
+        return []
+    field = f"speculative_algorithm={LOSSLESS!r}"
+    if installed_version() != LOCKED:
+        return [f"{field}: it is fitted to SGLang {LOCKED}, not to {installed_version()}"]
+    tokens = server_args.speculative_num_draft_tokens
+    problems = [
+        f"{field} with {name}={getattr(server_args, name)!r}: {why};"
+        f" remove --{name.replace('_', '-')}"
+        for name, (neutral, why) in _ARGUMENTS.items()
+        if (getattr(server_args, name, None) or neutral) != neutral
+    ]
+    if tokens is not None and not 2 <= tokens <= MAX_DRAFT_TOKENS:
+        problems.append(
+            f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the bonus"
+            " token included; 9 is the default"
+        )
+    return problems
+
+
+def lossless_model_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
+    """Properties of the model that lossless decoding does not serve."""
+    if not is_lossless(server_args):
+        return []
+    text = model_config.hf_text_config
+    kinds = set(map(str, layer_types_of(text)))
+    properties = {
+        "sliding windows": WINDOW in kinds or bool(window_layers(text)),
+        "linear attention, whose states a rejected draft would change": LINEAR in kinds,
+        "images or audio": model_config.is_multimodal,
+    }
+    return [
+        f"speculative_algorithm={LOSSLESS!r} with a model with {what}: not supported; remove"
+        " --speculative-algorithm"
+        for what, present in properties.items()
+        if present
+    ]
+
+
+def require_lossless(request: "TokenizedGenerateReqInput") -> None:
+    """Raise `RequestError` if the request has a field that a round would not honour exactly."""
+    for part, fields in ((request.sampling_params, _SAMPLING), (request, _REQUEST)):
+        for name, neutral, why in fields:
+            value = getattr(part, name, None)
+            if value is not None and value != neutral:
+                raise RequestError(
+                    f"{name}={value!r} with lossless decoding: {why}; expected {neutral!r}"
+                    + _remedy(name)
+                )
+
+
+def _remedy(name: str) -> str:
+    if not name.endswith("_penalty"):
+        return ""
+    return ", also in the model's generation_config.json, which --sampling-defaults openai ignores"

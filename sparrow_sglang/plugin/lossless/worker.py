@@ -1,0 +1,187 @@
+"""The worker of lossless decoding: a round of drafts and their verification.
+
+With C tokens committed, whose KV is in the pool, and the bonus token after them: sparse decode
+steps at positions C to C + k - 1 draft k tokens, then one dense pass over the bonus token and the
+drafts, at positions C to C + k, replaces the KV that they wrote. So committed KV is always dense.
+Written for SGLang 0.5.23.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sparrow_sglang.plugin.lossless import acceptance
+from sparrow_sglang.plugin.lossless.algorithm import RoundState
+from sparrow_sglang.plugin.lossless.graphs import capture_drafts, verify_input
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+class LosslessWorker(BaseSpecWorker):
+    """Drafts and verifies with the served model, its KV pool and the `sparrow` backend."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self.server_args = server_args
+        self._target_worker = target_worker
+        self._draft_worker = None
+        self.model_runner = target_worker.model_runner
+        self.device = target_worker.device
+        self.speculative_num_draft_tokens = int(get_spec().speculative_num_draft_tokens)
+        self.speculative_num_steps = self.speculative_num_draft_tokens - 1
+        self.topk = 1
+        self._draft_graphs: Any = None
+        self._positions = torch.arange(self.speculative_num_draft_tokens, device=self.device)
+
+    def __getattr__(self, name: str) -> Any:
+        # The scheduler takes this for the worker of the model.
+        if name == "_target_worker":
+            raise AttributeError(name)
+        return getattr(self._target_worker, name)
+
+    def init_cuda_graphs(self) -> None:
+        self._draft_graphs = capture_drafts(self.model_runner)
+
+    def forward_batch_generation(
+        self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
+    ) -> GenerationBatchResult:
+        """One prefill, or one round. `on_publish` receives the new lengths as soon as known."""
+        if batch.forward_mode.is_extend():
+            result = self._target_worker.forward_batch_generation(batch)
+            result.new_seq_lens = batch.seq_lens
+            result.next_draft_input = RoundState(result.next_token_ids.reshape(-1), batch.seq_lens)
+            if on_publish is not None:
+                on_publish(result.new_seq_lens)
+            return result
+        return self._round(batch, on_publish)
+
+    def _round(self, batch: "ScheduleBatch", on_publish: Any) -> GenerationBatchResult:
+        width, info = self.speculative_num_draft_tokens, batch.sampling_info
+        # The scheduler may change its lengths before this round has run.
+        committed, rows = batch.seq_lens.clone(), batch.req_pool_indices
+        positions = committed[:, None].long() + self._positions
+        table = self.model_runner.req_to_token_pool.req_to_token
+        slots = table[rows.long()[:, None], positions].long()
+        tokens = batch.spec_info.bonus_tokens.reshape(-1).long()
+        bonus, drafts = tokens, []
+        step = self._forward_batch(batch, ForwardMode.DECODE, committed)
+        with self._drafting():
+            for number in range(self.speculative_num_steps):
+                logits = self._forward(
+                    self._draft_step(step, batch, number, tokens, positions, slots)
+                ).logits_output.next_token_logits
+                # The next replay overwrites the logits.
+                draft = acceptance.draft(logits, info)
+                tokens = self._of_first_rank(draft.tokens)
+                drafts.append(draft._replace(tokens=tokens))
+        drafted = torch.stack([draft.tokens for draft in drafts], dim=1)
+        verify = self._forward_batch(batch, ForwardMode.TARGET_VERIFY, committed)
+        verify.input_ids = torch.cat([bonus[:, None], drafted], dim=1).reshape(-1)
+        verify.positions, verify.out_cache_loc = positions.reshape(-1), slots.reshape(-1)
+        verify.spec_info = verify_input(width, verify.positions)
+        if batch.seq_lens_cpu is not None:
+            # FlashInfer plans by the lengths with, and the sum without the tokens to verify.
+            verify.seq_lens_cpu = batch.seq_lens_cpu + width
+            verify.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        verified = self._forward(verify)
+        logits_output = verified.logits_output
+        logits = logits_output.next_token_logits.view(len(bonus), width, -1)
+        outcome = acceptance.verify(drafts, logits, info)
+        accepted = self._of_first_rank(outcome.accepted)
+        outcome = outcome._replace(accepted=accepted, bonus=self._of_first_rank(outcome.bonus))
+        output = outcome.output(drafted).reshape(-1)
+        accept_lens = (accepted + 1).to(torch.int32)
+        new_seq_lens = committed + accept_lens.to(committed.dtype)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, logits_output, output, chain_stride=width)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=output,
+            accept_lens=accept_lens,
+            next_draft_input=RoundState(outcome.bonus, new_seq_lens),
+            speculative_num_draft_tokens=width,
+            new_seq_lens=new_seq_lens,
+            can_run_cuda_graph=verified.can_run_cuda_graph,
+        )
+
+    def _forward_batch(
+        self, batch: "ScheduleBatch", mode: ForwardMode, committed: torch.Tensor
+    ) -> ForwardBatch:
+        """A pass over the batch's requests; its tokens are to be set."""
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(committed),
+            input_ids=None,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=committed,
+            out_cache_loc=None,
+            seq_lens_sum=None,
+            orig_seq_lens=committed,
+            spec_algorithm=batch.spec_algorithm,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+
+    def _draft_step(
+        self,
+        step: ForwardBatch,
+        batch: "ScheduleBatch",
+        number: int,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> ForwardBatch:
+        """The decode step of draft `number`, from a `step` of the same requests."""
+        step = copy.copy(step)
+        step.input_ids = tokens
+        step.positions = positions[:, number].contiguous()
+        step.out_cache_loc = slots[:, number].contiguous()
+        step.seq_lens = step.orig_seq_lens = step.positions.to(batch.seq_lens.dtype) + 1
+        if batch.seq_lens_cpu is not None:
+            step.seq_lens_cpu = batch.seq_lens_cpu + number + 1
+            step.seq_lens_sum = int(step.seq_lens_cpu.sum())
+        return step
+
+    def _forward(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
+        """Run a pass without sampling."""
+        self.model_runner.kv_index_translator.bind_own_plan(forward_batch)
+        return self._target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True
+        )
+
+    @contextmanager
+    def _drafting(self) -> Iterator[None]:
+        """Passes replay the graphs of drafts."""
+        runner = self.model_runner
+        verify_graphs = runner.decode_cuda_graph_runner
+        runner.decode_cuda_graph_runner = self._draft_graphs
+        try:
+            yield
+        finally:
+            runner.decode_cuda_graph_runner = verify_graphs
+            # A verification without a graph sets no event of its own. With that of the last draft
+            # the scheduler would change the token table while the verification reads it.
+            runner.shared_read_done_event = None
+
+    def _of_first_rank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of rank 0: logits of ranks may differ by rounding, and samples do."""
+        group = get_parallel().tp_group
+        if group.world_size > 1:
+            tensor = tensor.contiguous()
+            group.broadcast(tensor, src=0)
+        return tensor

@@ -1,0 +1,371 @@
+"""Lossless decoding: what stock SGLang would have returned, token by token or by distribution."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from engines import (
+    SCHEDULE,
+    flush,
+    last_of,
+    random_prompt,
+    save_tiny_model,
+    start_engine,
+    start_request,
+)
+from frequencies import p_value, sampled_from
+
+from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+from sparrow_sglang.plugin.lossless.graphs import VerifyGraphs
+from sparrow_sglang.plugin.lossless.worker import LosslessWorker
+from sparrow_sglang.plugin.refusals import UnsupportedError
+
+FP32 = 2e-4
+DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
+POOL = {
+    "chunked_prefill_size": 64,
+    "page_size": 16,
+    # Requests are admitted whatever they may generate, and do not all fit.
+    "max_total_tokens": 1024,
+    "schedule_conservativeness": 0.01,
+}
+
+
+def require_whole_pool(scheduler: Any) -> None:
+    """Runs in the scheduler."""
+    free = scheduler.token_to_kv_pool_allocator.available_size()
+    assert free == scheduler.max_total_num_tokens
+
+
+@pytest.fixture(scope="module")
+def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The schedulers are forked from this process.
+        patch.setattr(Scheduler, "require_whole_pool", require_whole_pool, raising=False)
+        arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
+        with start_engine(sharp_llama, **arguments, **DRAFTS, **POOL) as engine:
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def stock(lossless: Any, sharp_llama: str) -> Iterator[Any]:
+    """Started last: this process keeps the speculative settings of the latest engine."""
+    with start_engine(sharp_llama, attention_backend="torch_native", **POOL) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def empty(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every token of the pool must be free again after each test."""
+    yield
+    if "lossless" in request.fixturenames:
+        engine = request.getfixturevalue("lossless")
+        flush(engine)
+        engine.collective_rpc("require_whole_pool")
+
+
+def greedy(new_tokens: int, **fields: Any) -> dict[str, Any]:
+    # No token ends an answer of these models; with ignore_eos none would be retracted.
+    return {"temperature": 0, "max_new_tokens": new_tokens} | fields
+
+
+def tokens_of(answers: Any) -> list[list[int]]:
+    return [answer["output_ids"] for answer in answers]
+
+
+def test_greedy_answers_and_logprobs_are_those_of_stock_sglang(lossless: Any, stock: Any) -> None:
+    """Prompts in chunks and whole, with drafts that are sparse at once or later."""
+    fields = {
+        "input_ids": [random_prompt(seed, length) for seed, length in enumerate((200, 90, 60, 7))],
+        "sampling_params": greedy(70),
+        "return_logprob": True,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": [[5, 17]] * 4,
+    }
+    got, expected = (engine.generate(**fields) for engine in (lossless, stock))
+    assert tokens_of(got) == tokens_of(expected)
+    for one, other in zip(got, expected, strict=True):
+        a, b = one["meta_info"], other["meta_info"]
+        for key in ("top", "token_ids"):
+            ours, stocks = (x[f"output_{key}_logprobs"] for x in (a, b))
+            assert [[t for _, t, _ in row] for row in ours] == [
+                [t for _, t, _ in row] for row in stocks
+            ]
+            np.testing.assert_allclose(
+                [[p for p, *_ in row] for row in ours],
+                [[p for p, *_ in row] for row in stocks],
+                atol=FP32,
+            )
+        np.testing.assert_allclose(
+            [p for p, *_ in a["output_token_logprobs"]],
+            [p for p, *_ in b["output_token_logprobs"]],
+            atol=FP32,
+        )
+
+
+def test_stop_tokens_and_lengths_end_an_answer_within_a_round(lossless: Any, stock: Any) -> None:
+    prompt = random_prompt(10, 120)
+    whole = stock.generate(input_ids=prompt, sampling_params=greedy(40))["output_ids"]
+    for place in range(5, 12):
+        fields = {
+            "input_ids": prompt,
+            "sampling_params": greedy(place + 3, stop_token_ids=[whole[place]]),
+        }
+        got, expected = (engine.generate(**fields) for engine in (lossless, stock))
+        assert got["output_ids"] == expected["output_ids"]
+        assert got["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+
+
+def test_retracted_requests_are_answered_as_in_stock_sglang(lossless: Any, stock: Any) -> None:
+    fields = {
+        "input_ids": [random_prompt(20 + seed, 100) for seed in range(4)],
+        "sampling_params": greedy(180, n=2),
+    }
+    got, expected = (engine.generate(**fields) for engine in (lossless, stock))
+    assert any(answer["meta_info"]["num_retractions"] for answer in got)
+    assert tokens_of(got) == tokens_of(expected)
+
+
+def test_prefixes_of_answers_are_shared(lossless: Any, stock: Any) -> None:
+    """A second turn reads KV that was verified, in place of prefilled KV."""
+    prompt = random_prompt(30, 100)
+    answer = lossless.generate(input_ids=prompt, sampling_params=greedy(80))["output_ids"]
+    turn = prompt + answer + random_prompt(31, 20)
+    fields = {"input_ids": turn, "sampling_params": greedy(40)}
+    got, expected = (engine.generate(**fields) for engine in (lossless, stock))
+    assert got["meta_info"]["cached_tokens"] >= 160
+    assert got["output_ids"] == expected["output_ids"]
+
+
+def test_others_go_on_where_one_is_aborted(lossless: Any, stock: Any) -> None:
+    prompt = random_prompt(40, 100)
+
+    async def beside_an_aborted_one() -> list[int]:
+        aborted = await start_request(
+            lossless, rid="gone", input_ids=prompt[:90], sampling_params=greedy(400)
+        )
+        other = await start_request(lossless, input_ids=prompt, sampling_params=greedy(80))
+        rest = asyncio.ensure_future(last_of(other))
+        lossless.tokenizer_manager.abort_request("gone")
+        await last_of(aborted)
+        return (await rest)["output_ids"]
+
+    expected = stock.generate(input_ids=prompt, sampling_params=greedy(80))["output_ids"]
+    assert lossless.loop.run_until_complete(beside_an_aborted_one()) == expected
+
+
+def test_new_weights_draft_and_verify(
+    lossless: Any, stock: Any, sharp_llama: str, tmp_path: Path
+) -> None:
+    other = save_tiny_model(tmp_path, seed=1, spread=0.15)
+    fields = {"input_ids": random_prompt(50, 120), "sampling_params": greedy(50)}
+    before = lossless.generate(**fields)["output_ids"]
+    answers = []
+    for engine in (lossless, stock):
+        assert engine.update_weights_from_disk(other)[0]
+        answers.append(engine.generate(**fields)["output_ids"])
+        assert engine.update_weights_from_disk(sharp_llama)[0]
+    assert answers[0] == answers[1] != before
+    assert lossless.generate(**fields)["output_ids"] == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", 0.5),
+        ("min_new_tokens", 2),
+        ("logit_bias", {"5": 1.0}),
+        ("sampling_seed", 3),
+        ("regex", "a+"),
+    ],
+)
+def test_requests_that_a_round_cannot_honour_are_rejected(
+    lossless: Any, field: str, value: Any
+) -> None:
+    with pytest.raises(ValueError, match=field):
+        lossless.generate(
+            input_ids=random_prompt(60, 20), sampling_params=greedy(4, **{field: value})
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        (
+            "enable_lora",
+            {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
+        ),
+        ("sparrow_audit_rate", {"sparrow_audit_rate": 0.1}),
+        ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
+        ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
+    ],
+)
+def test_arguments_that_it_does_not_run_with_are_rejected(
+    make_args: Any, field: str, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedError, match=field):
+        make_args(**DRAFTS | arguments)
+
+
+def test_windows_are_rejected(make_args: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="windows"):
+        make_args(save_tiny_model(tmp_path, "gpt_oss"), **DRAFTS)
+
+
+def test_ranks_agree(schedule_file: str, tmp_path: Path) -> None:
+    """Sampled drafts of two ranks would differ, and greedy answers are those of one rank."""
+    model = save_tiny_model(
+        tmp_path, spread=0.15, num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+    )
+    fields = {"input_ids": random_prompt(70, 120)}
+    with start_engine(model, attention_backend="torch_native", **POOL) as dense:
+        expected = dense.generate(**fields, sampling_params=greedy(40))["output_ids"]
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule=schedule_file,
+        tp_size=2,
+        **DRAFTS,
+        **POOL,
+    ) as engine:
+        warm = {"temperature": 1.0, "max_new_tokens": 40}
+        assert len(engine.generate(**fields, sampling_params=warm)["output_ids"]) == 40
+        answer = engine.generate(**fields, sampling_params=greedy(40))
+    assert answer["output_ids"] == expected
+    # Some drafts were accepted, and some rejected.
+    assert 1 < answer["meta_info"]["spec_accept_length"] < 5
+
+
+# Sampled answers. The model has six tokens and a budget of four of its prompt's nine pages.
+WORDS = 6
+LENGTH = 3
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7},
+    {"top_k": 3},
+    {"top_p": 0.8},
+    {"min_p": 0.25, "temperature": 0.7},
+)
+SAMPLES = 1200
+PROMPT = [token % WORDS for token in random_prompt(80, 140)]
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(
+        tmp_path_factory.mktemp("small"),
+        spread=0.35,
+        vocab_size=WORDS,
+        hidden_size=48,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def exact(small_model: str) -> list[dict[tuple[int, ...], float]]:
+    """Joint distribution of the first tokens of an answer under each setting, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float64).eval()
+    contexts = list(itertools.product(range(WORDS), repeat=LENGTH - 1))
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*PROMPT, *context] for context in contexts])).logits
+    after = {
+        context[:length]: logits[row, len(PROMPT) - 1 + length].tolist()
+        for row, context in enumerate(contexts)
+        for length in range(LENGTH)
+    }
+    joint = []
+    for setting in SETTINGS:
+        probs = {context: sampled_from(row, **setting) for context, row in after.items()}
+        joint.append(
+            {
+                answer: float(np.prod([probs[answer[:i]][answer[i]] for i in range(LENGTH)]))
+                for answer in itertools.product(range(WORDS), repeat=LENGTH)
+            }
+        )
+    return joint
+
+
+def draw(model: str, schedule: str, settings: Any, **arguments: Any) -> list[list[tuple[int, ...]]]:
+    """SAMPLES answers under each of the settings, of one engine, in mixed batches."""
+    parameters = [
+        {"max_new_tokens": LENGTH} | setting for _ in range(SAMPLES) for setting in settings
+    ]
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule=schedule,
+        max_running_requests=64,
+        **arguments,
+    ) as engine:
+        engine.generate(input_ids=PROMPT, sampling_params=greedy(1))
+        answers = engine.generate(input_ids=[PROMPT] * len(parameters), sampling_params=parameters)
+    drawn = [tuple(tokens) for tokens in tokens_of(answers)]
+    return [drawn[start :: len(settings)] for start in range(len(settings))]
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A schedule under which drafts are poor."""
+    path = str(tmp_path_factory.mktemp("narrow") / "narrow.json")
+    fields = SCHEDULE.model_dump() | {"name": "narrow", "dense_layers": ()}
+    type(SCHEDULE)(**fields | {"budget_tokens": (4 * 16,)}).save(path)
+    return path
+
+
+def test_sampled_answers_have_the_dense_distribution(
+    small_model: str, narrow: str, exact: list[dict[tuple[int, ...], float]]
+) -> None:
+    drawn = draw(small_model, narrow, SETTINGS, **DRAFTS)
+    values = [p_value(answers, p) for answers, p in zip(drawn, exact, strict=True)]
+    assert min(values) > 1e-4, values
+
+
+def test_the_control_of_sparse_decode_has_another(
+    small_model: str, narrow: str, exact: list[dict[tuple[int, ...], float]]
+) -> None:
+    [drawn] = draw(small_model, narrow, SETTINGS[:1])
+    assert p_value(drawn, exact[0]) < 1e-12
+
+
+# What only graphs and streams on a GPU would show.
+def test_graphs_of_verifications_refuse_drafts() -> None:
+    """A draft has no spec_info, by which SGLang compares widths."""
+    runner = VerifyGraphs.__new__(VerifyGraphs)
+    for verifies in (True, False):
+        mode = SimpleNamespace(is_target_verify=lambda verifies=verifies: verifies)
+        with mock.patch.object(VerifyGraphs.__base__, "can_run_graph", return_value=True):
+            assert runner.can_run_graph(SimpleNamespace(forward_mode=mode)) is verifies
+
+
+def test_the_dense_side_allocates_for_verifications_only() -> None:
+    backend = SparrowAttnBackend.__new__(SparrowAttnBackend)
+    backend.stock_decode, backend.dense, backend.sparse = False, mock.Mock(), mock.Mock()
+    backend.init_cuda_graph_state(8, 40)
+    backend.init_cuda_graph_state(8, 8)
+    backend.dense.init_cuda_graph_state.assert_called_once_with(8, 40)
+
+
+def test_no_event_of_a_draft_is_left_to_the_scheduler() -> None:
+    worker = LosslessWorker.__new__(LosslessWorker)
+    worker.model_runner = SimpleNamespace(decode_cuda_graph_runner="verify")
+    worker._draft_graphs = "drafts"
+    with worker._drafting():
+        assert worker.model_runner.decode_cuda_graph_runner == "drafts"
+        worker.model_runner.shared_read_done_event = "of a draft"
+    assert worker.model_runner.decode_cuda_graph_runner == "verify"
+    assert worker.model_runner.shared_read_done_event is None

@@ -1,0 +1,124 @@
+"""Speculative sampling gives the dense distribution whatever drafts are sampled from."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from frequencies import p_value, sampled_from
+
+from sparrow_sglang.plugin.lossless import acceptance
+
+ALL = 1 << 30
+
+
+def sampling(*requests: dict[str, float]) -> Any:
+    """As SGLang's SamplingBatchInfo describes requests."""
+    of = {
+        name: [request.get(name, default) for request in requests]
+        for name, default in {"temperature": 1.0, "top_k": ALL, "top_p": 1.0, "min_p": 0.0}.items()
+    }
+    return SimpleNamespace(
+        temperatures=torch.tensor(of["temperature"])[:, None],
+        top_ks=torch.tensor(of["top_k"], dtype=torch.int32),
+        top_ps=torch.tensor(of["top_p"]),
+        min_ps=torch.tensor(of["min_p"]),
+        is_all_greedy=all(k <= 1 for k in of["top_k"]),
+        is_any_greedy=any(k <= 1 for k in of["top_k"]),
+        need_top_k_sampling=any(k != ALL for k in of["top_k"]),
+        need_top_p_sampling=any(p < 1 for p in of["top_p"]),
+        need_min_p_sampling=any(p > 0 for p in of["min_p"]),
+    )
+
+
+REQUESTS = (
+    {},
+    {"temperature": 0.7},
+    {"top_k": 3},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"min_p": 0.2},
+    {"top_k": 4, "top_p": 0.9, "min_p": 0.1},
+    {"top_k": 1},
+)
+
+
+def test_distributions_are_those_that_requests_ask_for() -> None:
+    logits = torch.randn(len(REQUESTS), 3, 50, generator=torch.Generator().manual_seed(0)) * 2
+    probs = acceptance.distribution(logits, sampling(*REQUESTS))
+    for request, rows, result in zip(REQUESTS, logits.tolist(), probs, strict=True):
+        for row, got in zip(rows, result, strict=True):
+            np.testing.assert_allclose(got, sampled_from(row, **request), atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 64, 65, 1000])
+def test_candidates_are_the_best_of_groups_that_cover_the_vocabulary(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptance, "MAX_CANDIDATES", 64)
+    groups = vocabulary // -(-vocabulary // 64)
+    for best in range(vocabulary):
+        logits = torch.zeros(1, vocabulary)
+        logits[0, best] = 1
+        values, ids = acceptance.candidates(logits)
+        assert ids.unique().numel() == ids.numel() <= groups + vocabulary % groups
+        assert (values == logits.gather(1, ids)).all()
+        assert best in ids
+
+
+def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, k: int, count: int) -> Any:
+    """Tokens of `count` rounds over a vocabulary whose logits depend on the latest token."""
+    bonus = torch.zeros(count, dtype=torch.int64)
+    drafts, previous = [], bonus
+    for _ in range(k):
+        drafts.append(acceptance.draft(sparse[previous], info))
+        previous = drafts[-1].tokens
+    tokens = torch.stack([draft.tokens for draft in drafts], 1)
+    logits = dense[torch.cat([bonus[:, None], tokens], 1)]
+    outcome = acceptance.verify(drafts, logits, info)
+    return outcome, outcome.output(tokens), tokens
+
+
+@pytest.mark.parametrize("request_", REQUESTS[:6])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_rounds_follow_the_dense_distribution(
+    request_: dict[str, float], restricted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two tokens: of a round where it has two, else followed by one drawn densely."""
+    monkeypatch.setattr(acceptance, "MAX_CANDIDATES", 3 if restricted else 64)
+    torch.manual_seed(1)
+    vocabulary, k, count = 7, 3, 20_000
+    dense = torch.randn(vocabulary, vocabulary) * 1.5
+    sparse = dense + torch.randn(vocabulary, vocabulary)
+    info = sampling(*[request_] * count)
+    outcome, output, drafts = rounds(info, dense, sparse, k, count)
+    then = acceptance.sample(acceptance.distribution(dense[output[:, 0]], info))
+    second = torch.where(outcome.accepted > 0, output[:, 1], then)
+    p = [sampled_from(row, **request_) for row in dense.tolist()]
+    exact = {(a, b): p[0][a] * p[a][b] for a, b in itertools.product(range(vocabulary), repeat=2)}
+    drawn = list(zip(output[:, 0].tolist(), second.tolist(), strict=True))
+    assert p_value(drawn, exact) > 1e-4
+    # The control: drafts themselves do not follow it.
+    assert p_value(map(tuple, drafts[:, :2].tolist()), exact) < 1e-12
+    # The rate of the first draft is its chance to be accepted.
+    share = float((outcome.accepted > 0).float().mean())
+    assert float(outcome.rates[:, 0].mean()) == pytest.approx(share, abs=0.02)
+
+
+def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
+    drafts = [acceptance.Draft(torch.tensor(tokens)) for tokens in ([3, 3, 1], [2, 0, 2])]
+    best = torch.tensor([[3, 2, 4], [3, 1, 2], [3, 2, 2]])
+    logits = torch.nn.functional.one_hot(best, 5).float()
+    outcome = acceptance.verify(drafts, logits, sampling({"top_k": 1}))
+    assert outcome.accepted.tolist() == [2, 1, 0]
+    assert outcome.bonus.tolist() == [4, 1, 3]
+
+
+def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> None:
+    """p = q up to rounding: nothing of p is left, and no token of probability 0 may appear."""
+    p = torch.tensor([[[0.5, 0.5, 0.0]] * 2])
+    tokens, ids = torch.tensor([[2]]), torch.arange(3)[None, None]
+    q = torch.tensor([[[0.5, 0.5, 1e-9]]])
+    for _ in range(50):
+        assert acceptance.accept(tokens, ids, q, p).bonus.item() != 2
