@@ -15,9 +15,6 @@ from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
 from sparrow_sglang.rl.types import Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
-TAIL_SHARE = TAIL_PERCENTILE / 100
-"""Share of tokens below the tail percentile."""
-
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
@@ -60,21 +57,6 @@ class Acceptance:
             (rollout.prompt_id, rollout.sample): tail_percentile(own)
             for index, rollout in enumerate(self.rollouts)
             if (own := self.rates[self.counted & (self.owners == index)]).size
-        }
-
-    def count_by_prompt(self, below: float) -> dict[int, list[tuple[int, int]]]:
-        """Per bin, for each prompt: tokens with a rate under `below`, and all tokens.
-
-        Samples of one prompt resemble each other, so a prompt is one observation.
-        """
-        prompts = np.array([rollout.prompt_id for rollout in self.rollouts])[self.owners]
-        return {
-            index: [
-                (int((rates < below).sum()), len(rates))
-                for prompt in dict.fromkeys(prompts[self.bins == index].tolist())
-                for rates in [self.rates[(self.bins == index) & (prompts == prompt)]]
-            ]
-            for index in np.unique(self.bins[self.counted]).tolist()
         }
 
 

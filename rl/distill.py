@@ -6,9 +6,8 @@ computes with it: it is disabled except inside `SparseAdapter.enabled`, and a st
 leaves the policy's weights as they are (Algorithm 1 of arXiv:2606.08446).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from transformers import PreTrainedModel
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.batch import TokenSequence
-from sparrow_sglang.rl.config import AlgorithmConfig, DistillConfig
-from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.loss import MiniBatchLoss
-from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of, token_logprobs
+from sparrow_sglang.rl.config import DistillConfig
+from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.policy.packing import Packed
@@ -39,30 +36,6 @@ ADAPTER = "sparrow"
 
 # Lower bound of the probability mass outside the top-k lists: rounding hides anything smaller.
 _LEAST_REST = 1e-6
-
-
-@dataclass(frozen=True, eq=False)
-class PolicyTerm:
-    """Inputs of the sparse actor's policy loss, for the N response tokens of a step.
-
-    `rollout_logprobs` and `advantages` are fp32 [N]; `lengths` [S] say how many tokens belong to
-    each response; `settings` name the correction and the clip.
-    """
-
-    rollout_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    lengths: Sequence[int]
-    settings: AlgorithmConfig
-
-    def loss(self, now: torch.Tensor) -> MiniBatchLoss:
-        """The loss, a mean over all N tokens, of an actor that gives them the log-probs `now` [N].
-
-        Only one step is taken from these log-probs, so the clip has no effect. The correction is
-        for the difference between `now` and the log-probs that the actor recorded when it sampled.
-        """
-        weights = correct(now, self.rollout_logprobs, self.lengths, self.settings).weights
-        alike = torch.ones(len(now))
-        return MiniBatchLoss(now, self.advantages, weights, self.settings, alike)
 
 
 class SparseAdapter:
@@ -161,58 +134,45 @@ class SparseAdapter:
         self,
         sequences: Sequence[TokenSequence],
         schedule: BudgetSchedule,
-        term: PolicyTerm | None = None,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """One optimizer step that lowers KL(sparse || dense), a mean over response tokens, and the
-        square of the difference of mean entropies in each micro-batch.
+        """One optimizer step that lowers KL(sparse || dense), a mean over response tokens, plus
+        `entropy` times the square of the mean entropy gap of all `sequences`.
 
         Both distributions are taken at `temperature`. The dense one is that of the policy's current
-        weights, which the next rollouts will use. The policy loss of `term` is added with the
-        weight that the settings give it; if that weight is above 0, `term` must be given. A
-        gradient that is not finite is logged, and the adapter stays as it is.
+        weights, which the next rollouts will use. A gradient that is not finite is logged, and the
+        adapter stays as it is.
         """
         policy, settings = self._policy, self._settings
-        policy_loss = None
-        if settings.policy_loss:
-            assert term is not None, "a policy loss needs advantages"
+        slope = 0.0
+        if settings.entropy:
+            # The gradient of gap^2 is 2 gap times that of the gap, a sum over tokens. The gap is
+            # that of the whole step, so that no split into micro-batches or ranks changes it.
+            _, dense_entropies = policy.score_with_entropy(sequences, temperature)
             with self.enabled():
-                policy_loss = term.loss(torch.cat(policy.score(sequences, temperature, schedule)))
+                _, sparse_entropies = policy.score_with_entropy(sequences, temperature, schedule)
+            gap = torch.cat(sparse_entropies).double() - torch.cat(dense_entropies).double()
+            slope = 2 * settings.entropy * float(gap.mean())
         policy.model.train()
         tokens = sum(len(response) for _, response in sequences)
-        divergence = (
-            exact_kl
-            if settings.loss == "exact"
-            else lambda sparse, dense: top_k_kl(sparse, dense, settings.top_k)
-        )
-        totals = {"sparrow/distill_kl": 0.0, "sparrow/distill_entropy_gap": 0.0}
 
-        def parts_of(packed: Packed) -> dict[str, torch.Tensor]:
+        def means(packed: Packed) -> torch.Tensor:
             with torch.no_grad():
                 dense = policy.hidden(packed)
             with self.enabled():
                 sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
-            kl, gap = summed(divergence, sparse, dense, policy.head, temperature) / tokens
-            parts = {"sparrow/distill_kl": kl, "sparrow/distill_entropy_gap": gap}
-            if policy_loss is not None and not packed.idle:
-                logprobs, _ = token_logprobs(sparse, policy.head, packed.targets, temperature)
-                parts["sparrow/distill_pg_loss"] = policy_loss(logprobs, packed.where)
-            return parts
+            return summed(sparse, dense, policy.head, temperature, settings.top_k) / tokens
 
+        names = ("sparrow/distill_kl", "sparrow/distill_entropy_gap")
+        totals = dict.fromkeys(names, 0.0)
         with policy.frozen():
             for packed in policy.micro_batches(sequences):
-                parts = policy.gathered(partial(parts_of, packed))
-                # The square of the micro-batch's own mean, weighted by its share of the tokens.
-                gap = parts["sparrow/distill_entropy_gap"]
-                share = max(1, len(packed.where)) / tokens
-                loss = parts["sparrow/distill_kl"] + settings.entropy * gap.square() / share
-                if "sparrow/distill_pg_loss" in parts:
-                    loss = loss + settings.policy_loss * parts["sparrow/distill_pg_loss"]
+                kl, gap = policy.gathered(partial(means, packed))
                 # The backward pass recomputes checkpointed layers, with the adapter as before.
                 with self.enabled():
-                    loss.backward()
-                for name, part in parts.items():
-                    totals[name] = totals.get(name, 0.0) + float(part.detach())
+                    (kl + slope * gap).backward()
+                for name, part in zip(names, (kl, gap), strict=True):
+                    totals[name] += float(part.detach())
         for parameter in self._params:
             if parameter.grad is not None:
                 policy.ranks.add(parameter.grad)
@@ -337,24 +297,15 @@ def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
     return listed + rest_p * (rest_p.log() - rest_q.log())
 
 
-def exact_kl(sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """KL(sparse || dense) over the whole vocabulary: [n] from log-probs [n, V]."""
-    return (sparse.exp() * (sparse - dense)).sum(-1)
-
-
 def entropies(logprobs: torch.Tensor) -> torch.Tensor:
     """Entropies in nats: [n] from log-probs [n, V]."""
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def summed(
-    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    sparse: torch.Tensor,
-    dense: torch.Tensor,
-    head: torch.Tensor,
-    temperature: float,
+    sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float, k: int
 ) -> torch.Tensor:
-    """Sums [2] over rows: of `divergence`, and of the sparse entropy less the dense one.
+    """Sums [2] over rows: of `top_k_kl`, and of the sparse entropy less the dense one.
 
     The backward pass recomputes the logits of a chunk of rows.
     """
@@ -364,7 +315,7 @@ def summed(
             logits_of(hidden, head, temperature).log_softmax(-1) for hidden in (left, right)
         )
         gap = entropies(sparse) - entropies(dense)
-        return torch.stack([divergence(sparse, dense).sum(), gap.sum()])
+        return torch.stack([top_k_kl(sparse, dense, k).sum(), gap.sum()])
 
     rows = max(1, CHUNK_ELEMENTS // head.shape[0])
     parts: list[torch.Tensor] = [

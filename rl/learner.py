@@ -20,11 +20,11 @@ from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.distill import ADAPTER, PolicyTerm, SparseAdapter
+from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter
 from sparrow_sglang.rl.engines.buckets import NamedTensors
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
-from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, token_shares
+from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
@@ -113,11 +113,11 @@ class Learner:
     def score(self, batch: Batch) -> Scored:
         """Log-probs and entropies of the batch under the current policy.
 
-        With `old_logprobs = "update"` only those of responses outside the loss are computed;
-        `update` fills in the others.
+        With one mini-batch only those of responses outside the loss: `update` fills in the others,
+        from a policy that is still the same.
         """
         settings, count = self._config, len(batch.advantages)
-        by_update = settings.algorithm.old_logprobs == "update"
+        by_update = settings.algorithm.mini_batches == 1
         wanted = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
         sequences, tokens = batch.part(wanted)
         scored = Scored(torch.empty(count), torch.empty(count))
@@ -147,39 +147,30 @@ class Learner:
         return Acceptance.of(chosen.rollouts, np.concatenate(rates), schedule)
 
     def update(
-        self,
-        batch: Batch,
-        scored: Scored,
-        weights: torch.Tensor | None,
-        reference: torch.Tensor | None,
-        lr: float,
+        self, batch: Batch, scored: Scored, reference: torch.Tensor | None, lr: float
     ) -> Updated:
         """One optimizer step per mini-batch; metrics are means over those that were taken.
 
-        `weights` [N] are those of the correction. If they are None, each loss computes its own, and
-        fills in the log-probs and entropies that are missing in `scored`. `reference` [N] is for
-        the KL term.
+        The loss of each corrects for the sparse actor. `reference` [N] is for the KL term.
         """
-        policy, config = self.policy, self._config
-        settings, temperature = config.algorithm, config.rollout.temperature
+        policy, settings = self.policy, self._config.algorithm
         policy.optimizer.set_learning_rate(lr)
         rows: list[dict[str, float]] = []
         skipped = 0
         for sequences, tokens in batch.mini_batches(settings.mini_batches):
-            lengths = [len(response) for _, response in sequences]
-            shares = token_shares(settings.aggregation, lengths, _most_tokens(config))
-            kept = None if reference is None else reference[tokens]
-            advantages, entropies = batch.advantages[tokens], None
-            loss: MiniBatchLoss
-            if weights is None:
-                rollout, entropies = batch.rollout_logprobs[tokens], torch.zeros(len(tokens))
-                loss = OnPolicyLoss(rollout, advantages, lengths, settings, shares, kept)
-            else:
-                dense = scored.logprobs[tokens]
-                loss = MiniBatchLoss(dense, advantages, weights[tokens], settings, shares, kept)
-            result = policy.loss_step(sequences, loss, temperature, entropies)
+            by_update = settings.mini_batches == 1
+            loss = MiniBatchLoss(
+                batch.rollout_logprobs[tokens],
+                batch.advantages[tokens],
+                [len(response) for _, response in sequences],
+                settings,
+                None if by_update else scored.logprobs[tokens],
+                None if reference is None else reference[tokens],
+            )
+            entropies = torch.zeros(len(tokens)) if by_update else None
+            result = policy.loss_step(sequences, loss, self._config.rollout.temperature, entropies)
             if entropies is not None:
-                scored.logprobs[tokens] = policy.ranks.add(loss.dense_logprobs)
+                scored.logprobs[tokens] = policy.ranks.add(loss.seen)
                 scored.entropies[tokens] = entropies
             if result.taken:
                 metrics = policy.ranks.total(loss.metrics)
@@ -202,11 +193,8 @@ class Learner:
         chosen = batch.holdout_of(measured).sample_evenly(self._config.distill.sequences)
         if not chosen.rollouts:
             return {}
-        term = PolicyTerm(
-            chosen.rollout_logprobs, chosen.advantages, chosen.lengths, self._config.algorithm
-        )
         temperature = self._config.rollout.temperature
-        metrics = self.adapter.step(chosen.segments, schedule, term, temperature)
+        metrics = self.adapter.step(chosen.segments, schedule, temperature)
         held_out = batch.sample_evenly(measured)
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
@@ -257,10 +245,3 @@ class Learner:
             # `weights_only=False` as in the other files of a checkpoint, which `save` has written.
             state = torch.load(folder / _ADAPTER_STATE, map_location="cpu", weights_only=False)
             self.adapter.load_state_dict(state)
-
-
-def _most_tokens(config: TrainConfig) -> int:
-    """Response tokens that an optimizer step can have."""
-    rollout = config.rollout
-    samples = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.mini_batches
-    return samples * rollout.max_new_tokens

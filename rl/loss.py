@@ -58,15 +58,13 @@ def policy_loss(
     return loss, metrics
 
 
-def token_shares(aggregation: str, lengths: Sequence[int], most_tokens: int) -> torch.Tensor:
+def token_shares(aggregation: str, lengths: Sequence[int]) -> torch.Tensor:
     """Factors fp32 [n] that turn a mean over n tokens into `aggregation`, see `AlgorithmConfig`.
 
     `lengths` [S] with sum n are the numbers of response tokens of the sequences of an optimizer
-    step, which can have at most `most_tokens`.
+    step.
     """
     tokens = sum(lengths)
-    if aggregation == "constant":
-        return torch.full((tokens,), tokens / most_tokens)
     if aggregation == "token_mean":
         return torch.ones(tokens)
     counts = torch.tensor(lengths)
@@ -87,30 +85,43 @@ def kl_to_reference(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Te
 class MiniBatchLoss:
     """The loss of one optimizer step, called for each of its micro-batches.
 
-    The tensors are [n], for the response tokens of the mini-batch: log-probs under the dense policy
-    when the batch began, advantages, the correction's weights, `shares` (see `token_shares`), and,
-    for the KL term, log-probs under the reference policy if there is one. The correction's weights
-    do not apply to the KL term (as in verl and TRL). `metrics` add up over calls.
+    The tensors are [n], for the response tokens of the mini-batch: log-probs that the sparse actor
+    recorded, advantages, and log-probs under the dense policy when the batch began. If the policy
+    is the one of that time, `dense_logprobs` is None: the step's own forward pass gives them, and
+    `seen` [n] collects them. `lengths` [S] says how many of the tokens belong to each sequence.
+    `reference_logprobs` are for the KL term, to which the correction does not apply (as in verl and
+    TRL). `metrics` add up over calls.
     """
 
-    dense_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
-    weights: torch.Tensor
+    lengths: Sequence[int]
     settings: AlgorithmConfig
-    shares: torch.Tensor
+    dense_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.seen = torch.zeros(len(self.advantages))
+        self._shares = token_shares(self.settings.aggregation, self.lengths)
+        counts = torch.tensor(self.lengths)
+        self._owner = torch.arange(len(counts)).repeat_interleave(counts)
+
     def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """The part of the loss from the tokens at `where`; `logprobs` are their current log-probs,
-        with gradient."""
+        """The part of the loss from the tokens at `where`, those of whole sequences; `logprobs` are
+        their current log-probs, with gradient. Raises `ValueError` on log-probs that are not
+        finite."""
         where, device, settings = where.cpu(), logprobs.device, self.settings
-        shares = self.shares[where].to(device)
+        self.seen[where] = logprobs.detach().float().cpu()
+        dense = (self.seen if self.dense_logprobs is None else self.dense_logprobs)[where]
+        lengths = self._owner[where].unique_consecutive(return_counts=True)[1].tolist()
+        weights = correct(dense, self.rollout_logprobs[where], lengths, settings).weights
+        shares = self._shares[where].to(device)
         loss, metrics = policy_loss(
             logprobs,
-            self.dense_logprobs[where].to(device),
+            dense.to(device),
             self.advantages[where].to(device),
-            self.weights[where].to(device) * shares,
+            weights.to(device) * shares,
             len(self.advantages),
             settings,
         )
@@ -122,36 +133,3 @@ class MiniBatchLoss:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         return loss
-
-
-class OnPolicyLoss(MiniBatchLoss):
-    """The loss of a batch's only optimizer step, which takes the dense log-probs from its own
-    forward pass: the policy has not changed since the batch began.
-
-    Called for each of the step's micro-batches, which hold whole sequences. `lengths` [S] says how
-    many of the n tokens belong to each sequence. `dense_logprobs` and `weights` start as zeros, and
-    each call fills in those of its tokens.
-    """
-
-    def __init__(
-        self,
-        rollout_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        lengths: Sequence[int],
-        settings: AlgorithmConfig,
-        shares: torch.Tensor,
-        reference_logprobs: torch.Tensor | None = None,
-    ) -> None:
-        dense, weights = torch.zeros(2, len(advantages))
-        super().__init__(dense, advantages, weights, settings, shares, reference_logprobs)
-        self._rollout_logprobs = rollout_logprobs
-        self._owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-
-    def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """As `MiniBatchLoss`. Raises `ValueError` on log-probs that are not finite."""
-        where = where.cpu()
-        dense, rollout = logprobs.detach().float().cpu(), self._rollout_logprobs[where]
-        lengths = self._owner[where].unique_consecutive(return_counts=True)[1].tolist()
-        self.dense_logprobs[where] = dense
-        self.weights[where] = correct(dense, rollout, lengths, self.settings).weights
-        return super().__call__(logprobs, where)

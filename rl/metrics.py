@@ -4,7 +4,7 @@
 are quantities that verl does not have. All functions are pure and return plain floats by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -155,14 +155,12 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[Rewards]) -> dict
     }
 
 
-def kv_metrics(
-    rollouts: Sequence[Rollout], schedules: Mapping[str, BudgetSchedule]
-) -> dict[str, float]:
+def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> dict[str, float]:
     """Mean KV read by a sparse layer for a generated token, and mean KV cached, both in tokens.
 
     KV read is counted by pages. Means are over decode steps, so the first token of a segment, which
-    comes out of prefill, does not count. Each segment was decoded under one of `schedules`, by
-    name, or densely; segments under another schedule, of an earlier start of the run, are left out.
+    comes out of prefill, does not count. Segments under another schedule than `schedule`, of an
+    earlier start of the run, are left out.
     """
     cached: list[NDArray[np.int64]] = []
     read: list[NDArray[np.int64]] = []
@@ -172,9 +170,9 @@ def kv_metrics(
             if segment.schedule == DENSE:
                 cached.append(lengths)
                 read.append(lengths)
-            elif segment.schedule in schedules:
+            elif schedule is not None and segment.schedule == schedule.name:
                 cached.append(lengths)
-                read.append(schedules[segment.schedule].tokens_read(lengths))
+                read.append(schedule.tokens_read(lengths))
     if not sum(map(len, cached)):
         return {}
     return {

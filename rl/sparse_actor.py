@@ -1,56 +1,27 @@
-"""The sparse actor: the engine that samples responses, with its weights, adapter and schedule.
-
-In: prompts, and the learner whose weights are served. Out: groups. The actor's ladder holds the
-active schedule.
-"""
+"""The sparse actor: the engine that samples responses, with its weights and adapter."""
 
 from collections.abc import Iterator, Sequence
 
-from sparrow_sglang.rl.config import DENSE, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
-from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
-from sparrow_sglang.schedule import BudgetSchedule
 
 
 class SparseActor:
-    """Samples from the learner's weights, with its adapter if it has one, under a schedule.
+    """Samples from the learner's weights, with its adapter if it has one."""
 
-    `engine` was started with the first schedule of `ladder`.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: RolloutEngine,
-        learner: Learner,
-        ladder: Ladder,
-    ) -> None:
-        self.ladder = ladder
+    def __init__(self, config: TrainConfig, engine: RolloutEngine, learner: Learner) -> None:
         self._config = config
         self._engine = engine
         self._learner = learner
-        self._served = ladder.first
         self._adapter: str | None = None
 
-    @property
-    def schedule(self) -> BudgetSchedule | None:
-        """The active schedule, None for dense rollouts."""
-        return self.ladder.schedule
-
-    @property
-    def schedule_name(self) -> str:
-        return self.schedule.name if self.schedule else DENSE
-
     def load(self, version: str) -> None:
-        """Have the engine sample from weights, adapter and schedule as they are now."""
+        """Have the engine sample from weights and adapter as they are now."""
         self._adapter = self._learner.deliver(self._engine, version, adapted=True)
-        if self.schedule is not None and self.schedule != self._served:
-            self._engine.set_schedule(self.schedule)
-            self._served = self.schedule
 
     def stream(
         self,

@@ -7,7 +7,6 @@ implements it.
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 
 from sparrow_sglang.rl import partial
@@ -15,9 +14,9 @@ from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
 from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.correction import Correction, correct
+from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.evaluation import evaluate
-from sparrow_sglang.rl.learner import Scored, TrainersLost
+from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.metrics import (
     entropy_metrics,
     kv_metrics,
@@ -84,78 +83,81 @@ def _connected(config: TrainConfig) -> AbstractContextManager[None]:
 def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
     with open_run(config, setup, resume) as run:
         for step in range(run.state.step, config.steps):
-            train_step(run, step)
+            clock = run.log.clock()
+            collected = roll_out(run, step, clock)
+            # A signal ends a rollout at once, and waits for an update.
+            with run.termination.held_back(f"update of step {step}"):
+                train_step(run, step, collected, clock)
             if _is_due(run.state.step, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
             run.log.write(run.state.step, _evaluate(run))
 
 
-def train_step(run: Run, step: int) -> None:
-    """Take training step number `step`: roll out with the current weights, then update them."""
-    config, actor, learner = run.config, run.actor, run.learner
-    held_back = run.termination.held_back
-    clock = run.log.clock(step)
+def roll_out(run: Run, step: int, clock: Clock) -> Collected:
+    """Groups that the sparse actor samples from the current weights, and their rewards.
+
+    The engine has released the device's memory afterwards.
+    """
     evaluated: dict[str, float] = {}
-    if _is_due(step, config.evaluation.every_steps):
+    if _is_due(step, run.config.evaluation.every_steps):
         with clock("evaluation"):
             evaluated = _evaluate(run)
     with clock("sync"):
-        actor.load(str(run.state.step))
-    collected = _collect(run, step, clock)
-    groups, rewards = collected.groups, collected.rewards
-    advantages = group_advantages(rewards, config.algorithm.std_normalisation)
-    batch = Batch.of(groups, advantages)
+        run.actor.load(str(run.state.step))
+    settings = run.config.rollout
+    # How many prompts the steps before this one have used.
+    first = step * settings.prompts_per_step + run.state.replaced
+    if settings.oversubscribe > 1:
+        collected = partial.collect(run, first, step, clock)
+    else:
+        collected = collect(run, first, clock)
+    collected.metrics.update(evaluated)
+    return collected
+
+
+def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
+    """Update the policy, and the adapter if there is one, with the groups of step number `step`."""
+    config, learner, schedule = run.config, run.learner, run.setup.schedule
+    advantages = group_advantages(collected.rewards, config.algorithm.std_normalisation)
+    batch = Batch.of(collected.groups, advantages)
     if config.rollout.truncated == "mask":
         batch = batch.masking_truncated()
 
     with clock("logprobs"):
         scored = learner.score(batch)
-    on_policy = config.algorithm.old_logprobs == "update"
-    correction = None if on_policy else _correct(batch, scored, config)
-    reference = None
-    # Both passes change the weights in place and restore them, which a signal must not cut short.
-    if config.algorithm.kl_coefficient:
-        with clock("reference"), held_back("reference log-probs"):
-            reference = learner.reference_logprobs(batch)
-    with clock("mismatch"), held_back("measurement of acceptance rates"):
-        acceptance = learner.acceptance(batch, actor.schedule)
+    with clock("reference"):
+        reference = learner.reference_logprobs(batch)
+    with clock("mismatch"):
+        acceptance = learner.acceptance(batch, schedule)
     lr = learning_rate(config.optimizer, step, config.steps)
-    measured = acceptance.metrics() if acceptance else {}
-    read = kv_metrics(batch.rollouts, actor.ladder.schedules) | prefill_metrics(batch.rollouts)
-    with held_back(f"update of step {step}"):
-        with run.updating():
-            with clock("update"):
-                weights = None if correction is None else correction.weights
-                updated = learner.update(batch, scored, weights, reference, lr)
-            move = actor.ladder.observe(acceptance) if acceptance else None
-            distilled: dict[str, float] = {}
-            if config.distill.enabled:
-                with clock("distill"):
-                    distilled = learner.distill(batch, actor.schedule)
-        # From here on the step is taken, and is saved even if a log cannot be written.
-        run.state.advance(collected.tokens, collected.replaced, collected.carried)
-        correction = correction or _correct(batch, updated.scored, config)
-        if move is not None:
-            run.log.event(step, move.line(), asdict(move))
-        _keep_responses(run, step, collected, acceptance.tails() if acceptance else {})
-        run.state.metrics = (
-            rollout_metrics(groups, rewards)
-            | part_metrics(collected.parts)
-            | collected.metrics
-            | _progress_metrics(run)
-            | advantages.metrics()
-            | correction.metrics
-            | measured
-            | read
-            | entropy_metrics(batch.rollout_logprobs, updated.scored.entropies)
-            | updated.metrics
-            | distilled
-            | {"actor/lr": lr}
-            | evaluated
-            | clock.metrics(collected.tokens)
-        )
-        run.log.write(step, run.state.metrics)
+    with run.updating():
+        with clock("update"):
+            updated = learner.update(batch, scored, reference, lr)
+        with clock("distill"):
+            distilled = learner.distill(batch, schedule)
+    run.state.advance(collected.tokens, collected.replaced, collected.carried)
+
+    dense, rollout = updated.scored, batch.rollout_logprobs
+    correction = correct(dense.logprobs, rollout, batch.lengths, config.algorithm)
+    run.state.metrics = (
+        rollout_metrics(collected.groups, collected.rewards)
+        | part_metrics(collected.parts)
+        | collected.metrics
+        | _progress_metrics(run)
+        | advantages.metrics()
+        | correction.metrics
+        | (acceptance.metrics() if acceptance else {})
+        | kv_metrics(batch.rollouts, schedule)
+        | prefill_metrics(batch.rollouts)
+        | entropy_metrics(rollout, dense.entropies)
+        | updated.metrics
+        | distilled
+        | {"actor/lr": lr}
+        | clock.metrics(collected.tokens)
+    )
+    _keep_responses(run, step, collected, acceptance.tails() if acceptance else {})
+    run.log.write(step, run.state.metrics)
     # After the step, so that the checkpoint that is written on an error matches the metrics.
     if updated.skipped_in_a_row >= MAX_SKIPPED_STEPS:
         raise FloatingPointError(
@@ -163,16 +165,6 @@ def train_step(run: Run, step: int) -> None:
             " none of these steps was taken; look for rewards that are not finite, or lower"
             " optimizer.lr"
         )
-
-
-def _collect(run: Run, step: int, clock: Clock) -> Collected:
-    """The step's groups; afterwards the engine has released the device's memory."""
-    settings = run.config.rollout
-    # How many prompts the steps before this one have used.
-    first = step * settings.prompts_per_step + run.state.replaced
-    if settings.oversubscribe > 1:
-        return partial.collect(run, first, step, clock)
-    return collect(run, first, clock)
 
 
 def _evaluate(run: Run) -> dict[str, float]:
@@ -210,10 +202,6 @@ def _progress_metrics(run: Run) -> dict[str, float]:
         "sparrow/response_tokens_seen": float(run.state.tokens),
         "sparrow/epochs": used / len(run.setup.train),
     }
-
-
-def _correct(batch: Batch, scored: Scored, config: TrainConfig) -> Correction:
-    return correct(scored.logprobs, batch.rollout_logprobs, batch.lengths, config.algorithm)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -16,15 +16,16 @@ class Progress:
     """What is under way, on stderr, and results above it, on stdout.
 
     A bar of tqdm over `total` units where stderr is a terminal. Elsewhere, each `show` is a line
-    with the time of day, `where` before it.
+    with the time of day, `where` before it, or nothing if `quiet`.
     """
 
-    def __init__(self, total: int, unit: str, initial: int = 0) -> None:
+    def __init__(self, total: int, unit: str, initial: int = 0, quiet: bool = False) -> None:
         # tqdm's own lock also works across processes: with "spawn", which SGLang sets, it is a
         # semaphore that a helper process tracks. SGLang's engine kills that process with its own
         # when it shuts down, and Python then ends with a traceback.
         tqdm.set_lock(threading.RLock())
         self._plain = not sys.stderr.isatty()
+        self._quiet = quiet
         self._bar: tqdm[Any] = tqdm(
             total=total, unit=unit, initial=initial, disable=self._plain, dynamic_ncols=True
         )
@@ -33,7 +34,7 @@ class Progress:
     def show(self, doing: str) -> None:
         """Say what is under way from now on."""
         self._bar.set_postfix_str(doing)
-        if self._plain:
+        if self._plain and not self._quiet:
             print(f"{time.strftime('%H:%M:%S')} {self.where}{doing}", file=sys.stderr, flush=True)
 
     def counter(self, doing: str, total: int, things: str) -> Callable[..., None]:

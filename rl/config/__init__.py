@@ -23,12 +23,11 @@ from sparrow_sglang.rl.config.data import EvaluationConfig, RolloutConfig, TaskC
 from sparrow_sglang.rl.config.learning import (
     AlgorithmConfig,
     DistillConfig,
-    LadderConfig,
     MismatchConfig,
     OptimizerConfig,
 )
 from sparrow_sglang.rl.config.overrides import with_overrides
-from sparrow_sglang.rl.config.section import Name, Section, TomlPath
+from sparrow_sglang.rl.config.section import Section, TomlPath
 from sparrow_sglang.validation import first_problem
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "DistillConfig",
     "EngineConfig",
     "EvaluationConfig",
-    "LadderConfig",
     "LoggingConfig",
     "MismatchConfig",
     "ModelConfig",
@@ -156,9 +154,6 @@ class LoggingConfig(Section):
     none."""
     tensorboard: bool = True
     """Write TensorBoard event files to the run's folder."""
-    wandb_project: Name | None = None
-    """Project on Weights & Biases, if the package wandb is installed. A resumed run continues its
-    run there."""
 
 
 class TrainConfig(Section):
@@ -179,7 +174,6 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     mismatch: MismatchConfig = MismatchConfig()
     distill: DistillConfig = DistillConfig()
-    ladder: LadderConfig = LadderConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -191,11 +185,6 @@ class TrainConfig(Section):
             raise ValueError(
                 f"algorithm.mini_batches={parts} does not divide rollout.prompts_per_step="
                 f"{prompts}: expected a divisor, so that every optimizer step sees as many groups"
-            )
-        if parts > 1 and self.algorithm.old_logprobs == "update":
-            raise ValueError(
-                f"algorithm.old_logprobs='update' with mini_batches={parts}: later steps need"
-                " log-probs from before the first; expected 'scored', or mini_batches = 1"
             )
         return self
 
@@ -222,12 +211,6 @@ class TrainConfig(Section):
             raise ValueError(
                 "distill.enabled=true with mismatch.sequences=0: tails of measured responses say"
                 " how much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
-            )
-        if self.ladder.schedules and (schedule == DENSE or not measured):
-            raise ValueError(
-                f"ladder.schedules={list(self.ladder.schedules)} needs tails to follow: expected a"
-                f" sparse engine.schedule, not {schedule!r}, and mismatch.sequences above 0, not"
-                f" {measured}"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Sections about learning: loss, correction, optimizer, adapter and ladder of schedules."""
+"""Sections about learning: loss, correction, optimizer and adapter."""
 
 from typing import Annotated, Literal
 
@@ -18,12 +18,10 @@ class AlgorithmConfig(Section):
     std_normalisation: bool = True
     """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL). False keeps
     the mean only (prime-rl)."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """How the losses of tokens are combined. "token_mean": their mean over all tokens (DAPO).
     "sequence_mean": the mean over each response's tokens, then over responses (GRPO,
-    arXiv:2402.03300). "constant": their sum, divided by the most tokens that an optimizer step can
-    have, max_new_tokens of every sample (Dr. GRPO, arXiv:2503.20783, with `std_normalisation =
-    false`). Zero-advantage groups count only in "constant"."""
+    arXiv:2402.03300)."""
     correction: Literal["none", "tis", "mask", "sequence"] = "tis"
     """How the loss corrects for tokens having been sampled by the sparse actor and not by the
     policy: "none"; "tis", truncated importance ratios of tokens; "mask", leaving out tokens whose
@@ -52,12 +50,8 @@ class AlgorithmConfig(Section):
     (GRPO: 0.04; DAPO and Dr. GRPO: none); 0 for none. The reference policy's weights are kept in
     CPU memory, and each step scores the responses with them."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per rollout batch. With 1, the policy ratio is 1 and clipping has no
-    effect."""
-    old_logprobs: Literal["scored", "update"] = "scored"
-    """Where dense log-probs of the batch come from: a forward pass of their own ("scored"), or,
-    with one mini-batch, the update's forward pass ("update"), which computes the same (verl and TRL
-    do so on policy)."""
+    """Optimizer steps per rollout batch. With 1, the policy ratio is 1, clipping has no effect, and
+    dense log-probs come from the update's own forward pass."""
 
 
 class OptimizerConfig(Section):
@@ -113,37 +107,14 @@ class DistillConfig(Section):
     left a worse policy)."""
     sequences: PositiveInt = 32
     """Responses per step to learn from, spread evenly over the batch."""
-    loss: Literal["top_k", "exact"] = "top_k"
-    """KL(sparse || dense): "top_k" takes the likeliest tokens of both sides and adds up all others
-    in one bucket, "exact" takes the whole vocabulary."""
     top_k: PositiveInt = 20
-    """Likeliest tokens of each side under "top_k" (the public release keeps 20)."""
+    """Likeliest tokens of each side in KL(sparse || dense), which adds up all others in one bucket
+    (the public release keeps 20)."""
     entropy: float = Field(default=5.0, ge=0)
     """Weight of the squared difference, in nats, between the mean entropies of the sparse actor and
     the dense policy, which is added to the KL (the paper has no such term). The KL alone lets
     rollouts become sharper than the policy, which then meets fewer of its own mistakes: with 0,
     policies of the demo model ended lower than without an adapter."""
-    policy_loss: float = Field(default=0.0, ge=0)
-    """Weight of the sparse actor's own policy loss, which is added to the KL and corrected as
-    `algorithm` says; 0 for the KL alone. Above 0, the responses are scored once more. (The paper's
-    Algorithm 1 adds the two and gives no weight.)"""
     delivery: Literal["merged", "lora"] = "merged"
     """How rollouts get the adapter: "merged" adds it to the weights that are synced, which costs
     decode nothing; "lora" loads it as unmerged LoRA through SGLang's LoRA manager."""
-
-
-class LadderConfig(Section):
-    """More aggressive schedules as the measured tails allow them."""
-
-    schedules: TomlArray[tuple[str, ...]] = ()
-    """Schedules that may follow `engine.schedule`, each more aggressive than the one before;
-    without any, `engine.schedule` stays active. They share its page size, sinks, recent pages and
-    dense layers."""
-    target: float = Field(default=0.86, gt=0, lt=1)
-    """Tail percentile of the acceptance rate that every well-filled bin has to reach (the paper:
-    0.86)."""
-    patience: PositiveInt = 3
-    """Steps in a row without a bin below the target before the next schedule becomes active; twice
-    as many after each time that it failed."""
-    min_tokens: PositiveInt = 2000
-    """Measured tokens, of 8 prompts or more, from which on a bin counts as well filled."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from sparrow_sglang.client.endpoint import EndpointError, sparrow_call
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedules
@@ -30,7 +29,6 @@ from sparrow_sglang.rl.engines.responses import (
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group
-from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_versions import weight_update_session
 
 IDLE_TIMEOUT_S = 60.0
@@ -190,15 +188,6 @@ class LocalEngine(RolloutEngine):
         Raises `ControlError`, a `ValueError`, if they do not fit the engine.
         """
         self._run(load_adapter(self._manager, name, config, tensors))
-
-    def set_schedule(self, schedule: BudgetSchedule) -> None:
-        """See `RolloutEngine`; raises `EndpointError` if the engine was started densely."""
-        call = sparrow_call(self.engine, "schedule")
-        try:
-            self._run(call(schedule=schedule.model_dump(mode="json")))
-        except ValueError as error:
-            raise EndpointError(f"the engine refused a call: {error}") from error
-        self._schedule = schedule.name
 
     def release(self) -> None:
         """See `RolloutEngine`; does nothing without SGLang's memory saver."""

@@ -10,7 +10,6 @@ from typing import Protocol
 from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group, Prompt
-from sparrow_sglang.schedule import BudgetSchedule
 
 
 class RolloutEngine(Protocol):
@@ -43,10 +42,6 @@ class RolloutEngine(Protocol):
         stream ends when no group is under way and it returns none. Once `should_stop` returns True,
         no group is started any more, and unfinished groups are yielded as they are.
         """
-        ...
-
-    def set_schedule(self, schedule: BudgetSchedule) -> None:
-        """Decode later rollouts under another KV budget schedule."""
         ...
 
     def release(self) -> None:

@@ -70,15 +70,12 @@ _FREE = (
 class State:
     """Where a run stands, besides its weights.
 
-    Steps taken, active schedule, metrics of the last step, state of the ladder of schedules, number
-    of prompts used to replace groups, response tokens sampled, fingerprint of the training prompts,
-    and groups that are carried over to the next step.
+    Steps taken, metrics of the last step, number of prompts used to replace groups, response tokens
+    sampled, fingerprint of the training prompts, and groups that are carried over to the next step.
     """
 
     step: int = 0
-    schedule: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    ladder: dict[str, Any] = field(default_factory=dict)
     replaced: int = 0
     tokens: int = 0
     prompts: str = ""

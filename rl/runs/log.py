@@ -1,9 +1,8 @@
-"""The logs of a run: metrics.jsonl, the terminal, and optionally TensorBoard, Weights & Biases."""
+"""The logs of a run: metrics.jsonl, the terminal, and optionally TensorBoard."""
 
 import json
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,16 +13,13 @@ from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
-from sparrow_sglang.rl.config import LoggingConfig, TrainConfig
+from sparrow_sglang.rl.config import DENSE, LoggingConfig, TrainConfig
 from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.run_folder import (
     EVALUATIONS_FILE,
-    EVENTS_FILE,
     METRICS_FILE,
     RESPONSES_FILE,
 )
-
-WANDB_ID_FILE = "wandb_id"
 
 _Rows = list[Mapping[str, float]]
 
@@ -67,9 +63,9 @@ class RunLog:
         """Raises `InputError` if a logger that `config` asks for is not installed."""
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
+        self._dense = config.engine.schedule == DENSE
         self._rows, dropped = _drop_rows(self._path, first)
-        for name in (EVENTS_FILE, RESPONSES_FILE):
-            _drop_rows(self._path.with_name(name), first)
+        _drop_rows(self._path.with_name(RESPONSES_FILE), first)
         self._first = first
         # The evaluation of the weights that a run resumes from belongs to step `first`.
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), first + 1 if first else 0)
@@ -84,22 +80,15 @@ class RunLog:
         if self._evaluated:
             self.keep(METRICS_FILE, first, [self._evaluated])
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
-        self._wandb = _wandb(config, first) if config.logging.wandb_project else None
-        self.progress = Progress(config.steps, "step", first)
+        self.progress = Progress(config.steps, "step", first, quiet=True)
 
-    def clock(self, step: int) -> Clock:
-        """Begin `step`; returns its clock."""
-        self.progress.where = f"{_step_name(step, self._steps)} "
+    def clock(self) -> Clock:
+        """The clock of a step that begins."""
         return Clock(self.progress)
 
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
         """A function to call with the number of newly completed ones of `total` responses."""
         return self.progress.counter(stage, total, "responses")
-
-    def event(self, step: int, line: str, fields: Mapping[str, Any]) -> None:
-        """Report an event: a line on the terminal and a row of events.jsonl."""
-        self.keep(EVENTS_FILE, step, [fields])
-        self.progress.say(f"step {step}: {line}")
 
     def keep(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to the file `name` of the run's folder, each with its step; they are on the
@@ -139,32 +128,30 @@ class RunLog:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log({"step": step, **metrics})
         if "timing_s/step" in metrics:
-            self.progress.say(step_line(step, self._steps, metrics))
+            self.progress.say(step_line(step, self._steps, metrics, self._dense))
             self.progress.advance()
-            self.progress.where = ""
 
     def close(self) -> None:
-        """Close the terminal display, TensorBoard and Weights & Biases."""
+        """Close the terminal display and TensorBoard."""
         self.progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool = False) -> str:
     """One step in one line: rewards, mismatch, KV read, speed, alarms, and seconds per stage."""
     words = [
-        _step_name(step, steps),
+        f"step {step} ({step + 1}/{steps})",
         f"reward {metrics['critic/score/mean']:.3f}",
         f"length {metrics['response_length/mean']:.0f}",
+        f"truncated {metrics['response_length/clip_ratio']:.0%}",
     ]
     if ENTROPY in metrics:
         words.append(f"entropy {metrics[ENTROPY]:.3f}")
-    if "sparrow/kv_tokens_read" in metrics:
+    if dense:
+        words.append("dense")
+    elif "sparrow/kv_tokens_read" in metrics:
         read, cached = metrics["sparrow/kv_tokens_read"], metrics["sparrow/kv_tokens_cached"]
         tail = f"{metrics[TAIL]:.3f}" if TAIL in metrics else "–"
         words.append(f"p05 acceptance {tail}")
@@ -187,7 +174,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     split = [
         f"{_title(stage)} {metrics[f'timing_s/{stage}']:.1f}"
         for stage in _STAGES
-        if f"timing_s/{stage}" in metrics
+        if metrics.get(f"timing_s/{stage}", 0.0) >= 0.05
     ]
     return ", ".join(words) + f" | {metrics['timing_s/step']:.1f} s: " + ", ".join(split)
 
@@ -196,22 +183,12 @@ def _title(stage: str) -> str:
     return stage.replace("logprobs", "log-probs")
 
 
-def _step_name(step: int, steps: int) -> str:
-    """The number that the step has in all files, and how many steps are done with it."""
-    return f"step {step} ({step + 1}/{steps})"
-
-
 def check_logging(logging: LoggingConfig) -> None:
     """Raises `InputError` if a place for metrics needs a package that is not installed."""
     if logging.tensorboard and find_spec("tensorboard") is None:
         raise InputError(
             "logging.tensorboard=true: the package tensorboard is not installed; install"
             " sparrow-sglang[rl], or set it to false"
-        )
-    if logging.wandb_project and find_spec("wandb") is None:
-        raise InputError(
-            f"logging.wandb_project={logging.wandb_project!r}: the package wandb is not installed;"
-            " install it, or leave the key out"
         )
 
 
@@ -235,24 +212,3 @@ def _tensorboard(config: TrainConfig, first: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(config.run_dir / "tensorboard", purge_step=first)
-
-
-def _wandb(config: TrainConfig, first: int) -> Any:
-    import wandb
-
-    path = config.run_dir / WANDB_ID_FILE
-    if not first or not path.exists():
-        write_text(path, uuid.uuid4().hex)
-    run = wandb.init(
-        id=path.read_text("utf-8"),
-        resume="allow",
-        project=config.logging.wandb_project,
-        name=config.run_dir.name,
-        dir=config.run_dir,
-        config=config.model_dump(mode="json"),
-    )
-    # wandb ignores rows whose internal step it has seen before, as after a resume, so rows carry a
-    # step metric of their own.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run

@@ -11,7 +11,6 @@ from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
-from sparrow_sglang.rl.ladder import Ladder
 from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
@@ -56,8 +55,6 @@ class Run:
             return
         self.log.progress.show("checkpoint")
         with self.termination.held_back("checkpoint"):
-            state.schedule = self.actor.schedule_name
-            state.ladder = self.actor.ladder.state_dict()
             self.checkpoints.save(self.learner, self.setup.tokenizer, self.config, state)
             self.saved = state.step
 
@@ -80,13 +77,11 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
         newest = checkpoints.begin(config, resume, setup.fingerprint)
         learner = opened.enter_context(closing(_open_learner(config)))
-        ladder = Ladder(setup.schedules, config.ladder)
         state = State(prompts=setup.fingerprint)
         if newest:
             state = checkpoints.restore(newest, learner)
-            ladder.load_state_dict(state.ladder)
         taken = state.step
-        record_start(config, setup.engine, taken, ladder.first, learner.device_name())
+        record_start(config, setup.engine, taken, setup.schedule, learner.device_name())
         reward_workers = RewardPool(
             setup.task.reward,
             config.task.reward_workers,
@@ -106,7 +101,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         } | lora_arguments(config.distill)
         engine = learner.open_engine(setup.engine, setup.model_path, arguments)
         opened.enter_context(closing(engine))
-        actor = SparseActor(config, engine, learner, ladder)
+        actor = SparseActor(config, engine, learner)
         parts = config, setup, learner, actor, reward_workers, log, termination, checkpoints
         run = Run(*parts, state, saved=taken)
         try:

@@ -9,15 +9,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     missing_weights,
@@ -39,10 +35,10 @@ class Setup:
     """The result of `prepare`.
 
     `train` and `heldout` hold no prompts that are too long. `heldout` is keyed by the names of
-    sets: a single set has an empty name, and without evaluation there are no sets. `schedules` is
-    the ladder, starting with `engine.schedule`, and empty for dense rollouts. `engine` is the
-    configured engine with "auto" replaced by the name of the schedule. `notes` are lines to print
-    when the run starts. `fingerprint` is that of the training prompts, in order.
+    sets: a single set has an empty name, and without evaluation there are no sets. `schedule` is
+    None for dense rollouts. `engine` is the configured engine with "auto" replaced by the name of
+    the schedule. `notes` are lines to print when the run starts. `fingerprint` is that of the
+    training prompts, in order.
     """
 
     model_path: str
@@ -50,7 +46,7 @@ class Setup:
     task: Task
     train: tuple[Prompt, ...]
     heldout: Mapping[str, tuple[Prompt, ...]]
-    schedules: tuple[BudgetSchedule, ...]
+    schedule: BudgetSchedule | None
     engine: EngineConfig
     notes: tuple[str, ...]
     fingerprint: str
@@ -64,7 +60,7 @@ def check(config: TrainConfig) -> None:
     """
     _check_settings(config)
     if config.engine.schedule != AUTO:
-        _schedules(config, None)
+        _schedule(config, None)
     if ":" in config.task.name:
         # The user's module may import anything, torch included.
         return
@@ -102,7 +98,7 @@ def prepare(config: TrainConfig) -> Setup:
     _check_settings(config)
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
-    schedules = _schedules(config, model_config)
+    schedule = _schedule(config, model_config)
     task = load_task(config.task, ChatRender(tokenizer, **config.task.chat_template_kwargs))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
     sets = (sets or {"": ()}) if config.evaluation.every_steps else {}
@@ -117,10 +113,10 @@ def prepare(config: TrainConfig) -> Setup:
         raise InputError(f"model.path: {problem}")
     _check_model(config, model_path, model_config, tokenizer)
     engine = config.engine
-    if engine.schedule == AUTO:
+    if schedule is not None and engine.schedule == AUTO:
         # The engine gets the schedule's name, as SPARROW_SCHEDULE in the environment could turn
         # "auto" into another schedule.
-        engine = engine.model_copy(update={"schedule": schedules[0].name})
+        engine = engine.model_copy(update={"schedule": schedule.name})
     notes = []
     left_out = len(task.train) - len(train)
     left_out += sum(len(sets[name]) - len(kept) for name, kept in heldout.items())
@@ -128,24 +124,24 @@ def prepare(config: TrainConfig) -> Setup:
         limit = config.rollout.max_prompt_tokens
         notes.append(f"{left_out} prompts are longer than {limit} tokens and left out")
     notes += task.notes
-    notes += [
-        f"schedule {schedule.name}: {schedule.calibration(model_config)}"
-        for schedule in schedules
-        if schedule.is_foreign(model_config)
-    ]
-    longest = max(len(prompt.input_ids) for prompt in train) + config.rollout.max_new_tokens
-    if schedules and longest <= (dense := schedules[-1].first_sparse_length() - 1):
-        notes.append(
-            f"nothing will be decoded sparsely: the budgets of {schedules[-1].name} hold sequences"
-            f" of up to {dense:,} tokens, and prompts with responses have at most {longest:,}"
-        )
+    if schedule is None:
+        notes.append("rollouts are dense: engine.schedule = 'dense'")
+    else:
+        if schedule.is_foreign(model_config):
+            notes.append(f"schedule {schedule.name}: {schedule.calibration(model_config)}")
+        longest = max(len(prompt.input_ids) for prompt in train) + config.rollout.max_new_tokens
+        if longest <= (dense := schedule.first_sparse_length() - 1):
+            notes.append(
+                f"nothing will be decoded sparsely: the budgets of {schedule.name} hold sequences"
+                f" of up to {dense:,} tokens, and prompts with responses have at most {longest:,}"
+            )
     return Setup(
         model_path,
         tokenizer,
         task,
         train,
         heldout,
-        schedules,
+        schedule,
         engine,
         tuple(notes),
         _fingerprint(train),
@@ -206,39 +202,20 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _schedules(config: TrainConfig, model_config: Any) -> tuple[BudgetSchedule, ...]:
-    engine, page_size = config.engine, config.engine.server_args.get("page_size", PAGE_SIZE)
-    if engine.schedule == DENSE:
-        return ()
-    schedules: list[BudgetSchedule] = []
-    for name in (engine.schedule, *config.ladder.schedules):
-        key = "ladder.schedules" if schedules else "engine.schedule"
-        if name == AUTO:
-            schedules.append(schedule_for_model(model_config, page_size, key))
-            continue
-        try:
-            schedules.append(load_schedule(name, page_size))
-            schedules[-1].require_model(model_config)
-            LoadedSchedules.of(schedules[:1]).require_fit(schedules[-1])
-        except ScheduleError as error:
-            raise ScheduleError(f"{key}: {error}") from None
-    lengths = np.arange(1, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens + 1)
-    read = [float(schedule.tokens_read(lengths).mean()) for schedule in schedules]
-    for above, below in pairwise(range(len(schedules))):
-        if read[below] > read[above]:
-            raise InputError(
-                f"ladder.schedules: up to {lengths[-1]:,} tokens {schedules[below].name} reads"
-                f" {read[below]:.0f} on average, {schedules[above].name} before it"
-                f" {read[above]:.0f}: expected each to read at most as much as the one before,"
-                " engine.schedule being the first"
-            )
-    names = [schedule.name for schedule in schedules]
-    if len(set(names)) < len(names):
-        raise InputError(
-            f"ladder.schedules: names are {', '.join(names)}, that of engine.schedule included:"
-            " expected distinct names, by which rollouts say what they were decoded with"
-        )
-    return tuple(schedules)
+def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
+    """The schedule that `engine.schedule` names, None for dense rollouts."""
+    schedule, page_size = config.engine.schedule, config.engine.server_args.get("page_size")
+    page_size = page_size or PAGE_SIZE
+    if schedule == DENSE:
+        return None
+    if schedule == AUTO:
+        return schedule_for_model(model_config, page_size, "engine.schedule")
+    try:
+        loaded = load_schedule(schedule, page_size)
+        loaded.require_model(model_config)
+    except ScheduleError as error:
+        raise ScheduleError(f"engine.schedule: {error}") from None
+    return loaded
 
 
 def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokenizer: Any) -> None:

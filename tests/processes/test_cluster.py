@@ -56,14 +56,8 @@ DISTILL = {
         "rank": 2,
         "sequences": 4,
         "lr": 1e-3,
-        "policy_loss": 0.5,
         "entropy": 0.0,
     },
-}
-# From a schedule that reads everything to one that does not, after the first step.
-LADDER = {
-    "engine": {"schedule": "fixed-64"},
-    "ladder": {"schedules": ["fixed-48"], "target": 0.01, "patience": 1, "min_tokens": 1},
 }
 
 
@@ -155,10 +149,8 @@ def test_a_cluster_reports_and_saves_what_one_process_does(
     cluster: Cluster, model: str, tmp_path: Path
 ) -> None:
     """An engine of two GPUs reads the weights of two trainers."""
-    algorithm = {"old_logprobs": "update", "kl_coefficient": 0.1}
-    one, many = (
-        settings(model, tmp_path / name, algorithm=algorithm, **LADDER) for name in ("one", "many")
-    )
+    algorithm = {"kl_coefficient": 0.1}
+    one, many = (settings(model, tmp_path / name, algorithm=algorithm) for name in ("one", "many"))
     trainer.train(one)
     parts = {"trainers": 2, "engines": 1, "gpus_per_engine": 2, "colocate": True}
     many = TrainConfig.parse(many.model_dump() | {"cluster": parts})

@@ -1,5 +1,7 @@
 """Shared by the tests of DistillSparse: a policy, an adapter's settings, sequences."""
 
+from typing import Any
+
 from engines import random_prompt
 
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
@@ -13,8 +15,9 @@ SEQUENCES = [
 ]
 
 
-def new_policy(path: str, dtype: str = "float32") -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimizerConfig(lr=1e-3), "cpu")
+def new_policy(path: str, dtype: str = "float32", **model: Any) -> DensePolicy:
+    config = ModelConfig(path=path, dtype=dtype, **model)
+    return DensePolicy.load(config, OptimizerConfig(lr=1e-3), "cpu")
 
 
 def settings(**fields) -> DistillConfig:

@@ -101,34 +101,6 @@ def test_rollouts_use_the_adapter_and_evaluation_does_not(
     assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
 
 
-def test_the_schedule_follows_the_tails(byte_model, tmp_path):
-    config = settings(
-        byte_model,
-        tmp_path / "run",
-        "fixed-80",
-        steps=3,
-        ladder={"schedules": ["fixed-48"], "target": 0.3, "patience": 2, "min_tokens": 100},
-        evaluation={"every_steps": 0},
-        rollout={
-            "prompts_per_step": 8,
-            "samples_per_prompt": 2,
-            "max_prompt_tokens": 64,
-            "max_new_tokens": 60,
-        },
-    )
-    folder = trainer.train(config)
-    written = rows(config.run_dir)
-    assert [row["sparrow/kv_tokens_read"] > 48 for row in written] == [True, True, False]
-    for row in written:
-        # The trainer measures under the schedule that the engine has really used.
-        estimate = row["sparrow/accept_mean_estimate"]
-        assert estimate == pytest.approx(row["sparrow/accept_mean"], abs=0.02)
-    (event,) = map(json.loads, (config.run_dir / "events.jsonl").read_text().splitlines())
-    assert (event["step"], event["before"], event["after"]) == (1, "fixed-80", "fixed-48")
-    assert event["shares"]["0"] <= 0.05
-    assert json.loads((folder / "state.json").read_text())["ladder"]["rung"] == 1
-
-
 EACH_STEP = {"checkpoint": {"every_steps": 1}, "evaluation": {"every_steps": 0}}
 """Sections that write a checkpoint after each step and evaluate nothing."""
 

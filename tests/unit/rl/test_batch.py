@@ -90,16 +90,15 @@ def test_kv_tokens_read_are_those_of_the_schedule_that_a_segment_was_decoded_und
     segments = tuple(Segment(i * 11, i * 11 + 11, str(i), name) for i, name in enumerate("abc"))
     one = replace(rollout("0", 0, 160, 33), segments=segments)
     dense = replace(one, segments=(Segment(0, 33, "0", DENSE),))
-    schedules = {"a": BudgetSchedule.fixed(64), "b": BudgetSchedule.fixed(48)}
-    metrics = kv_metrics([one], schedules)
-    # Each segment has ten steps, whose last page is filled up. Schedule "c", of an earlier start,
-    # is unknown.
-    first, second = range(161, 171), range(172, 182)
-    read = [48 + (n - 1) % 16 + 1 for n in first] + [32 + (n - 1) % 16 + 1 for n in second]
+    metrics = kv_metrics([one], BudgetSchedule.fixed(48).model_copy(update={"name": "b"}))
+    # Each segment has ten steps, whose last page is filled up. Schedules "a" and "c" are of earlier
+    # starts.
+    lengths = range(172, 182)
+    read = [32 + (n - 1) % 16 + 1 for n in lengths]
     assert metrics["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
-    assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean([*first, *second]))
-    assert kv_metrics([one], {}) == {}
-    assert kv_metrics([dense], {})["sparrow/kv_tokens_read"] == np.mean(range(161, 193))
+    assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(lengths))
+    assert kv_metrics([one], None) == {}
+    assert kv_metrics([dense], None)["sparrow/kv_tokens_read"] == np.mean(range(161, 193))
 
 
 def test_each_segment_has_a_dense_prefill_of_its_own():

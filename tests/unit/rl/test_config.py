@@ -26,7 +26,6 @@ run_dir='': expected a path, not an empty string
 seed=2147483648: Input should be less than 2147483648
 model.dtype='fp16': Input should be 'float32' or 'bfloat16'
 cluster=2: Input should be a valid table
-logging.wandb_project='': String should have at least 1 character
 task.columns.answer='': String should have at least 1 character
 rollout.samples_per_prompt=1: Input should be greater than or equal to 2
 rollout.oversubscribe=nan: Input should be a finite number
@@ -34,7 +33,6 @@ rollout.temperature=101: Input should be less than or equal to 100
 evaluation.pass_at=4: Input should be a valid array
 algorithm.kl_coefficient=inf: Input should be a finite number
 distill.target_modules=[]: Value should have at least 1 item after validation, not 0
-ladder.target=1: Input should be less than 1
 """
 
 
@@ -66,10 +64,6 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
         ("[algorithm]\ntis_cpa = 2.0", r"\[algorithm\] unknown key 'tis_cpa': did you mean 'tis_c"),
         ("[rollout]\ntemperature = 0", "rollout.temperature=0 is not allowed: .* equal to 0.01"),
         ("[algorithm]\nmini_batches = 5", "mini_batches=5 does not divide rollout.prompts_per_st"),
-        (
-            "[algorithm]\nmini_batches = 2\nold_logprobs = 'update'",
-            "old_logprobs='update' with mini_batches=2: .* expected 'scored', or mini_batches = 1",
-        ),
         (
             "[rollout]\noversubscribe = 1.5\ndynamic_sampling = 4",
             r"\[rollout\] oversubscribe=1.5 with dynamic_sampling=4: .* expected 1 for one of them",
@@ -192,7 +186,7 @@ def test_the_printed_defaults_are_those_of_the_least_file_and_explained(
     explained = " ".join(line.removeprefix("# ") for line in text.splitlines())
     sections = [field.annotation for field in TrainConfig.model_fields.values()]
     kinds = [kind for kind in sections if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    assert len(kinds) >= 12
+    assert len(kinds) >= 11
     for section in (TrainConfig, *kinds):
         for name, field in section.model_fields.items():
             if field.annotation not in kinds:

@@ -15,7 +15,6 @@ from sparrow_sglang.mismatch.token_bins import token_bins
 from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import OptimizerConfig, TrainConfig
-from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.optimizer import learning_rate
@@ -116,8 +115,7 @@ def test_on_the_same_responses_a_policy_with_an_adapter_learns_the_same(sharp_ll
         for scale in (0.0, 0.5, 1.0):
             scored = trained.score(responses)
             trained.acceptance(responses, SCHEDULE)
-            weights = correct(scored.logprobs, recorded - 5, responses.lengths, given.algorithm)
-            trained.update(responses, scored, weights.weights, None, 1e-3)
+            trained.update(responses, scored, None, 1e-3)
             trained.distill(responses, SCHEDULE)
             if adapter is not None:
                 adapter.scale = scale

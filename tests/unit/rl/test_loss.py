@@ -8,7 +8,7 @@ import torch
 
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import CORRECTIONS, correct
-from sparrow_sglang.rl.loss import MiniBatchLoss, OnPolicyLoss, policy_loss, token_shares
+from sparrow_sglang.rl.loss import MiniBatchLoss, policy_loss
 
 
 def tensors(*values: list[float]) -> list[torch.Tensor]:
@@ -103,14 +103,11 @@ def test_refuses_shapes_that_differ_and_a_batch_below_its_part() -> None:
 def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str) -> None:
     """This holds whatever the micro-batches, which take sequences in an order of their own."""
     torch.manual_seed(3)
-    lengths = [5, 7, 4]
     settings = AlgorithmConfig(correction=name, mask_high=1.5, kl_coefficient=0.1)
     new = -2 * torch.rand(16)
-    rollout, adv = new + 0.5 * torch.randn(16), torch.randn(16)
-    weights = correct(new, rollout, lengths, settings).weights
-    shares = token_shares("sequence_mean", lengths, 100)
-    scored = MiniBatchLoss(new, adv, weights, settings, shares, new - 1)
-    on_policy = OnPolicyLoss(rollout, adv, lengths, settings, shares, new - 1)
+    tensors = new + 0.5 * torch.randn(16), torch.randn(16), [5, 7, 4], settings
+    scored = MiniBatchLoss(*tensors, new, new - 1)
+    on_policy = MiniBatchLoss(*tensors, None, new - 1)
     parts = [torch.arange(5, 12), torch.cat([torch.arange(12, 16), torch.arange(5)])]
     gradients = []
     for loss in (scored, on_policy):
@@ -119,7 +116,7 @@ def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str
         gradients.append(total.grad)
     torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
     assert gradients[0].abs().max() > 0.01
-    assert torch.equal(on_policy.dense_logprobs, new)
+    assert torch.equal(on_policy.seen, new)
     assert on_policy.metrics == pytest.approx(scored.metrics)
 
 
@@ -127,8 +124,6 @@ def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str
 AGGREGATIONS = {
     "token_mean": lambda parts: sum(map(sum, parts)) / sum(map(len, parts)),
     "sequence_mean": lambda parts: sum(sum(p) / len(p) for p in parts) / len(parts),
-    # 6 samples of 16 tokens at most, of which a group of 2 is not in the loss.
-    "constant": lambda parts: sum(map(sum, parts)) / (6 * 16),
 }
 
 
@@ -138,14 +133,16 @@ def test_an_aggregation_with_a_kl_term_is_that_of_a_loop_over_responses(
     name: str, kl_coefficient: float
 ) -> None:
     torch.manual_seed(4)
-    lengths, settings = [1, 9, 4, 2], AlgorithmConfig(kl_coefficient=kl_coefficient)
-    old, adv, weights = -2 * torch.rand(16), torch.randn(16), torch.rand(16)
+    lengths = [1, 9, 4, 2]
+    settings = AlgorithmConfig(aggregation=name, kl_coefficient=kl_coefficient)
+    old, adv, recorded = -2 * torch.rand(16), torch.randn(16), -2 * torch.rand(16)
+    weights = (old - recorded).exp().clamp(max=2.0)
     reference, new = old + torch.randn(16), old + 0.2 * torch.randn(16)
-    shares = token_shares(name, lengths, 6 * 16)
-    kept = reference if kl_coefficient else None
-    loss = MiniBatchLoss(old, adv, weights, settings, shares, kept)
+    loss = MiniBatchLoss(
+        recorded, adv, lengths, settings, old, reference if kl_coefficient else None
+    )
     logprobs = new.clone().requires_grad_()
-    parts = [torch.arange(1), torch.arange(1, 16).flip(0)]
+    parts = [torch.arange(1), torch.cat([torch.arange(10, 16), torch.arange(1, 10)])]
     total = sum(loss(logprobs[where], where) for where in parts)
     total.backward()
 

@@ -1,13 +1,10 @@
 """Responses of a run on disk, and where a resumed run goes on at Weights & Biases."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog, step_line
@@ -101,53 +98,11 @@ def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) 
     assert written() == [*ended[:2], {"step": 2, "loss": 0.3, "eval/pass_rate": 0.6}]
 
 
-def test_a_resumed_run_goes_on_at_weights_and_biases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The service's counter of rows does not go back, so rows carry a step of their own."""
-    shown: list[dict[str, float]] = []
-    begun: list[str] = []
-    axes: dict[str, str] = {}
-
-    def log(row: dict[str, float], step: int | None = None) -> None:
-        if step is None or step >= len(shown):
-            shown.append(row)
-
-    def init(*, id: str, resume: str, **more: Any) -> SimpleNamespace:
-        assert resume == "allow"
-        begun.append(id)
-
-        def define(name: str, step_metric: str = "") -> None:
-            axes[name] = step_metric
-
-        return SimpleNamespace(log=log, define_metric=define, finish=lambda: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    evaluation = {"eval/pass_rate": 0.7}
-    # The evaluation after the last step is of the weights from which the next start goes on.
-    for first, written in (
-        (0, [(0, {"loss": 0.5}), (1, evaluation)]),
-        (1, [(1, {"loss": 0.4})]),
-        (0, []),
-    ):
-        run_log = RunLog(config(tmp_path, wandb_project="x"), first)
-        for step, metrics in written:
-            run_log.write(step, metrics)
-        run_log.close()
-    assert shown == [
-        {"step": 0, "loss": 0.5},
-        {"step": 1} | evaluation,
-        {"step": 1, "loss": 0.4} | evaluation,
-    ]
-    assert axes["*"] == "step"
-    # A run that starts anew is another one.
-    assert begun[0] == begun[1] != begun[2]
-
-
 def test_the_line_of_a_step_says_where_nothing_was_sparse_or_learnt() -> None:
     metrics = {
         "critic/score/mean": 0.5,
         "response_length/mean": 40.0,
+        "response_length/clip_ratio": 0.25,
         "sparrow/kv_tokens_read": 57.0,
         "sparrow/kv_tokens_cached": 57.0,
         "sparrow/rollout_tokens_per_s": 10.0,
@@ -156,7 +111,9 @@ def test_the_line_of_a_step_says_where_nothing_was_sparse_or_learnt() -> None:
         "timing_s/step": 1.0,
     }
     line = step_line(6, 8, metrics)
-    assert line.startswith("step 6 (7/8), reward 0.500")
+    assert line.startswith("step 6 (7/8), reward 0.500") and "truncated 25%" in line
+    dense = step_line(6, 8, metrics, dense=True)
+    assert ", dense," in dense and "nothing sparse" not in dense
     for words in ("p05 acceptance –,", "nothing sparse: all lengths are within the budget"):
         assert words in line
     assert "no gradient: all groups equal" in line and "failed" not in line
