@@ -1,12 +1,9 @@
-"""Checks of LoRA adapters, of all ways in: pushed, loaded by SGLang's own routes, or at the start.
-
-In: PEFT's adapter_config.json and the factors. Out: nothing, or a `ControlError`.
+"""Checks of LoRA adapters on all ways in: pushed, loaded by SGLang's own routes, or at start-up.
 
 SGLang compares factors with the config only at the first request that uses them, where a wrong
-shape ends the scheduler (0.5.17), and passes over config fields that it does not know.
+shape ends the scheduler, and ignores config fields and tensors that it does not know.
 """
 
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,30 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import cut, quoted, read_object
 from sparrow_sglang.plugin.scheduler_calls import ControlError
+from sparrow_sglang.plugin.state import PROCESS
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger("sparrow_sglang")
-
 Shapes = Mapping[str, tuple[int, int]]
 """[out, in] of the model's linear modules by the names that PEFT gives them."""
 
-FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
-# Projections that the model computes as one; SGLang 0.5.17 needs factors for the first and last.
+FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+# Projections that the model computes as one; SGLang needs factors for the first and last.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Larger factors and scales lead to NaN log-probs, which end SGLang's sampler and so the scheduler.
 _MAX_FACTOR = 1000.0
 _MAX_ALPHA = 10_000.0
-# Config fields that SGLang would silently ignore, and the values at which that loses nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "use_rslora": (None, False),
-    "bias": (None, "none"),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "modules_to_save": (None, []),
+# Fields of PEFT's config that do not change what the factors add to the model.
+_HARMLESS = {
+    *("peft_type", "r", "lora_alpha", "target_modules", "lora_dropout", "layers_to_transform"),
+    *("layers_pattern", "exclude_modules", "task_type", "inference_mode", "auto_mapping"),
+    *("base_model_name_or_path", "revision", "peft_version", "megatron_core", "runtime_config"),
+    *("qalora_group_size", "eva_config"),
 }
+# Ways to initialise that leave the base model's weights alone. PiSSA, OLoRA and others change them.
+_PLAIN_INIT = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def check_config(config: Any) -> int:
@@ -62,11 +58,15 @@ def check_config(config: Any) -> int:
         raise ControlError(
             f"config: target_modules={quoted(targets)}: expected a list of strings, or 'all-linear'"
         )
-    for key, allowed in _UNSUPPORTED.items():
-        if config.get(key) not in allowed:
+    for key, value in config.items():
+        if key == "init_lora_weights":
+            unset, fix = value in _PLAIN_INIT, "convert it to plain LoRA when saving it with PEFT"
+        else:
+            unset = key in _HARMLESS or not value or (key, value) == ("bias", "none")
+            fix = "merge the adapter into the weights instead"
+        if not unset:
             raise ControlError(
-                f"config: {key}={quoted(config[key])}: SGLang cannot serve it, expected"
-                f" {allowed[-1]!r}; merge the adapter into the weights instead"
+                f"config: {cut(str(key))}={quoted(value)}: SGLang would ignore it; {fix}"
             )
     return rank
 
@@ -81,15 +81,14 @@ def check_factors(
     seen: dict[str, set[str]] = {}
     for key, tensor in tensors.items():
         named = FACTOR.fullmatch(key)
-        module, side = (named[1], named[2]) if named else ("", "")
-        if module not in shapes and not others:
+        if named is None or not (others or named[1] in shapes):
             raise ControlError(
-                f"tensors[{quoted(key)}] belongs to no linear module of the model: expected PEFT's"
+                f"tensors[{quoted(key)}] is no LoRA factor of a linear module: expected PEFT's"
                 " names, such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             )
-        if named is not None:
-            _check_shape(key, tensor, side, rank, shapes.get(module))
-            seen.setdefault(module, set()).add(side)
+        module, side = named[1], named[2]
+        _check_shape(key, tensor, side, rank, shapes.get(module))
+        seen.setdefault(module, set()).add(side)
         if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
             raise ControlError(
                 f"tensors[{quoted(key)}] holds NaN, or numbers above {_MAX_FACTOR:g} in size:"
@@ -126,7 +125,7 @@ def check_folders(paths: Iterable[str], hf_config: Any) -> None:
 
     SGLang itself refuses ranks and modules for which the server has no memory, and adapts modules
     that transformers does not have as linear ones, such as embeddings and experts: of these only
-    rank and values are checked. Adapters without a safetensors file are left to SGLang.
+    rank and values are checked.
     """
     try:
         shapes = module_shapes(hf_config)
@@ -140,19 +139,27 @@ def check_folders(paths: Iterable[str], hf_config: Any) -> None:
 
 
 def _check_folder(path: str, shapes: Shapes) -> None:
+    import torch
     from safetensors.torch import load_file
 
     folder = Path(path).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
     rank = check_config(read_object(folder / "adapter_config.json", "that of PEFT"))
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
+    # SGLang reads the second kind only where there is none of the first.
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("adapter_model*.bin"))
+    for file in files:
+        is_pickle = file.suffix == ".bin"
+        tensors = torch.load(file, "cpu", weights_only=True) if is_pickle else load_file(str(file))
         check_factors(tensors, rank, shapes, others=True)
-        if not any(bool(value.any()) for key, value in tensors.items() if ".lora_B." in key):
-            logger.warning("adapter %s changes nothing: lora_B is zero everywhere", path)
+
+
+def check_tensors(manager: Any, lora_ref: Any, tensors: "Mapping[str, torch.Tensor]") -> None:
+    """BEFORE hook of a scheduler: `check_factors` of an adapter that comes without a folder."""
+    if PROCESS.scheduler is not None:
+        check_factors(tensors, manager.configs[lora_ref.lora_id].r, {}, others=True)
 
 
 def module_shapes(hf_config: Any) -> dict[str, tuple[int, int]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sparrow_sglang.plugin import (
+    adapter_checks,
     control,
     control_guards,
     exact_acceptance,
@@ -79,6 +80,9 @@ HOOKS = tuple(Hook(*row) for row in (
      "batch model_runner"),
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
      "req tree_cache is_insert|checkpoint"),
+    (f"{_SCHEDULER}.abort_request", "AROUND", scheduler_hooks.abort_one, "recv_req"),
+    (f"{_LORA}.load_lora_weights_from_tensors", "BEFORE", adapter_checks.check_tensors,
+     "lora_ref tensors"),
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),

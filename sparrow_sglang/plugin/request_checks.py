@@ -1,13 +1,14 @@
 """What a tokenised request must be like before it leaves the launching process.
 
 SGLang's schedulers trust what they receive: a field of another type, a number that a tensor of 32
-bits cannot hold or an index outside the prompt ends the scheduler, and with it everybody's requests
-(seen with 0.5.17 and 0.5.23). So each field is compared here with the type that SGLang's own class
-gives it, and with a range.
+bits cannot hold or an index outside the prompt ends the scheduler, and with it all requests.
+So each field is compared here with the type that SGLang's own class gives it, and with a range.
+Fields that would keep a process busy for seconds are bounded.
 """
 
 import math
 import re
+import re._parser as _parser  # type: ignore[import-untyped]
 import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES = 1024
 """Largest `n`: SGLang prepares all samples of a prompt at once, and serves nobody meanwhile."""
+
+MAX_REQUESTS = 4096
+"""Largest number of prompts times `n` in one call, for the same reason."""
+
+MAX_LOGPROBS = 2**22
+"""Largest number of log-probs beside those of the tokens themselves, over all positions of a
+request; SGLang makes a Python tuple of each, in the process that serves everybody. Lists of
+`FREE_LOGPROBS` may be of any length."""
+FREE_LOGPROBS = 20
 
 UNREADABLE = (
     TypeError,
@@ -72,17 +82,27 @@ def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
     }
 
 
-def require_samples(sampling_params: Any) -> None:
-    """Raise `RequestError` unless `n`, in a dict or each of a list of them, is 1 to MAX_SAMPLES.
+def require_samples(request: Any) -> None:
+    """Raise `RequestError` unless each `n` is 1 to MAX_SAMPLES, and all within MAX_REQUESTS.
 
     Checked before SGLang makes the samples; it fails on strings and treats 0 as 1.
     """
-    for parameters in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
-        n = parameters.get("n", 1) if isinstance(parameters, dict) else 1
+    given = getattr(request, "sampling_params", None)
+    samples = 1
+    for parameters in given if isinstance(given, list) else [given]:
+        n = parameters.get("n") if isinstance(parameters, dict) else None
         if n is None:
             continue
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_SAMPLES:
             raise RequestError(f"n={quoted(n)}: expected a whole number from 1 to {MAX_SAMPLES}")
+        samples = max(samples, n)
+    inputs = (getattr(request, name, None) for name in ("text", "input_ids", "input_embeds"))
+    batch = next((value for value in inputs if isinstance(value, list) and value), [None])
+    prompts = 1 if isinstance(batch[0], (int, float)) else len(batch)
+    if prompts > 1 and prompts * samples > MAX_REQUESTS:
+        raise RequestError(
+            f"{prompts} prompts with n={samples}: expected {MAX_REQUESTS} samples at most"
+        )
 
 
 def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> None:
@@ -91,12 +111,95 @@ def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> N
     if not prompt and request.mm_inputs is None:
         raise RequestError("input_ids=[]: expected one token or more in every prompt")
     ranges = _ranges(len(prompt or ()), vocab_size)
-    for part in (request, request.sampling_params):
+    parameters = request.sampling_params
+    for part in (request, parameters):
         for name, hint in _hints(part.__class__).items():
             value = getattr(part, name)
             if value is not None:
                 _require_type(name, value, hint)
                 _require_range(name, value, hint, ranges)
+    _require_logprobs(request, len(prompt or ()))
+    for pattern in _listed(getattr(parameters, "stop_regex_strs", None)):
+        if problem := regex_problem(pattern):
+            raise RequestError(f"stop_regex={quoted(pattern)}: {problem}")
+    if isinstance(request, msgspec.Struct):
+        _require_round_trip(request)
+
+
+def _require_logprobs(request: "TokenizedGenerateReqInput", prompt_tokens: int) -> None:
+    listed = max(request.top_logprobs_num or 0, len(request.token_ids_logprob or ()))
+    start = request.logprob_start_len
+    positions = 1 + (prompt_tokens - start if start >= 0 else 0)
+    if request.return_logprob and listed > FREE_LOGPROBS and listed * positions > MAX_LOGPROBS:
+        raise RequestError(
+            f"{listed} log-probs at {positions} positions of the prompt: expected"
+            f" {MAX_LOGPROBS} at most, or {FREE_LOGPROBS} at each position"
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+_MANY = 8
+"""A part of a regular expression that may repeat as often counts as unbounded."""
+
+
+def regex_problem(pattern: str) -> str | None:
+    """Why `re` may need exponential time to search for `pattern`; None if it does not.
+
+    SGLang searches the whole response in the scheduler, after each step.
+    """
+    if _is_slow(_parser.parse(pattern), 1, False)[0]:
+        return "expected no unbounded repeats that are nested, or next to each other"
+    return None
+
+
+def _is_slow(parts: Any, repeats: int, follows: bool) -> tuple[bool, bool]:
+    """Whether parts that repeat up to `repeats` times can match one text in very many ways.
+
+    `follows`: an unbounded repeat precedes, with nothing between that must match. The second result
+    says the same of what comes after the parts.
+    """
+    slow = False
+    for kind, argument in parts:
+        name = str(kind)
+        if name.endswith("_REPEAT"):
+            least, most, body = argument
+            many = most >= _MANY
+            inner, open_end = _is_slow(body, max(repeats, most), follows)
+            slow |= inner or (many and (follows or repeats > 1))
+            slow |= least != most and repeats >= _MANY
+            follows = many or open_end or (follows and least == 0)
+        elif name in ("SUBPATTERN", "ATOMIC_GROUP"):
+            body = argument[-1] if name == "SUBPATTERN" else argument
+            inner, follows = _is_slow(body, repeats, follows)
+            slow |= inner
+        elif name in ("BRANCH", "GROUPREF_EXISTS"):
+            bodies = argument[1] if name == "BRANCH" else [one for one in argument[1:] if one]
+            found = [_is_slow(body, repeats, follows) for body in bodies]
+            slow |= repeats >= _MANY or any(inner for inner, _ in found)
+            follows = any(open_end for _, open_end in found)
+        elif name.startswith("ASSERT"):
+            slow |= _is_slow(argument[1], repeats, False)[0]
+        elif name != "AT":
+            follows = False
+    return slow, follows
+
+
+def _require_round_trip(request: Any) -> None:
+    """Raise `RequestError` unless the scheduler can decode the message that carries `request`.
+
+    Objects of SGLang's inside it, such as those of sessions, check no types when they are made.
+    """
+    from sglang.srt.managers import io_struct
+
+    # These two are pickled or shared by SGLang, and are not from the request.
+    plain = msgspec.structs.replace(request, time_stats=None, mm_inputs=None)
+    try:
+        io_struct.msgpack_decode(io_struct.msgpack_encode(plain))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise unreadable(error) from None
 
 
 def unreadable(error: Exception) -> RequestError:

@@ -134,7 +134,7 @@ async def _wrapped_answers(answers: Any, request: Any) -> AsyncIterator[Any]:
     # Closing this generator must close SGLang's, which holds locks and request states.
     async with aclosing(answers):
         try:
-            require_samples(getattr(request, "sampling_params", None))
+            require_samples(request)
             async for answer in answers:
                 if not begun:
                     _require_begun(answer)
@@ -193,12 +193,23 @@ def _require_begun(answer: Any) -> None:
 
 def show_requests(manager: "TokenizerManager", requests: Any) -> None:
     """BEFORE hook: show the auditor a request, or a list of them, before it leaves this process."""
-    if (state := server_state(manager)) is not None and state.auditor is not None:
-        state.auditor.on_requests(requests if isinstance(requests, list) else [requests])
+    state = server_state(manager)
+    if state is not None and (auditor := state.auditor) is not None:
+        try:
+            auditor.on_requests(requests if isinstance(requests, list) else [requests])
+        except Exception as error:
+            auditor.switch_off(error)
 
 
 def show_outputs(manager: "TokenizerManager", outputs: Any) -> None:
-    """BEFORE hook: show the auditor outputs before SGLang turns them into the users' answers."""
+    """BEFORE hook: show the auditor outputs before SGLang turns them into the users' answers.
+
+    An error here would end the loop in which SGLang reads all answers, and so the server.
+    """
     state = server_state(manager)
-    if state is not None and state.auditor is not None and hasattr(outputs, "output_ids"):
-        state.auditor.on_outputs(outputs)
+    if state is not None and (auditor := state.auditor) is not None:
+        try:
+            if hasattr(outputs, "output_ids"):
+                auditor.on_outputs(outputs)
+        except Exception as error:
+            auditor.switch_off(error)

@@ -16,7 +16,9 @@ from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import resolved, rows_of_graphs
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -62,6 +64,32 @@ def _require_another_backend(model_runner: "ModelRunner") -> None:
             f" attention_backend={BACKEND!r} was asked for: it would decode densely; choose another"
             " --attention-backend, or an SGLang that sparrow-sglang runs with"
         )
+
+
+def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "AbortReq") -> None:
+    """AROUND hook: abort the request of that id only.
+
+    SGLang aborts all requests whose ids begin with it, also when a client hangs up.
+    """
+    others: list[tuple[Req, str]] = []
+    if PROCESS.scheduler is not None and not message.abort_all:
+        names = ("running_batch", "cur_batch", "last_batch")
+        batches = [getattr(scheduler, name, None) for name in names]
+        for name in ("running_mbs", "mbs", "last_mbs"):
+            batches += getattr(scheduler, name, None) or ()
+        held = [req for batch in batches if batch is not None for req in batch.reqs]
+        held += [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+        if scheduler.chunked_req is not None:
+            held.append(scheduler.chunked_req)
+        others = [(req, req.rid) for req in set(held) if req.rid != message.rid]
+    try:
+        for req, rid in others:
+            # No id begins like this one, as ids from outside begin like `message.rid`.
+            req.rid = f"\0{rid}" if rid.startswith(message.rid) else rid
+        original(scheduler, message)
+    finally:
+        for req, rid in others:
+            req.rid = rid
 
 
 def keep_sparse_kv_private(

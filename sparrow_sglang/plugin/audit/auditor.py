@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 BUSY_SHARE = 0.02
 """While users' requests run, audits prefill at most this share of the tokens of users' requests."""
 
+LONG_HOLD_S = 600
+"""How long a weight update may hold the audit back without a warning."""
+
 _POLL_S = 0.2
 _PUBLISH_S = 5.0
 # An abort takes effect after the scheduler's current step, which may be a long chunk of a prefill.
@@ -90,8 +93,10 @@ class Auditor:
         self._queue = AuditQueue(self.report.requests)
         self._allowance = 0.0
         self._holds = 0
+        self._held_since: float | None = None
         self._published = 0.0
         self._has_scored = False
+        self._is_broken = False
         self._strict_thinking = getattr(manager.server_args, "enable_strict_thinking", False)
         self._worker: asyncio.Task[None] | None = None
         # The score that is under way, and the id of its request once that has been sent.
@@ -108,6 +113,8 @@ class Auditor:
 
     def on_requests(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
         """Note requests on their way to the scheduler; ask chosen ones to return log-probs."""
+        if self._is_broken:
+            return
         if self._worker is None or self._worker.done():
             self._worker = asyncio.get_running_loop().create_task(self._run())
         for request in requests:
@@ -149,6 +156,7 @@ class Auditor:
         afterwards. Waits at most _ABORT_S and _IDLE_S.
         """
         self._holds += 1
+        self._held_since = self._held_since or time.monotonic()
         if new_weights:
             self._queue.clear()
         try:
@@ -158,6 +166,8 @@ class Auditor:
             yield
         finally:
             self._holds -= 1
+            if not self._holds:
+                self._held_since = None
             if new_weights:
                 self._queue.clear()
 
@@ -203,6 +213,8 @@ class Auditor:
     async def _run(self) -> None:
         try:
             await self._work()
+        except Exception as error:
+            self.switch_off(error)
         finally:
             # Ctrl-C ends the event loop.
             if self._log is not None:
@@ -227,6 +239,13 @@ class Auditor:
             if audits and time.monotonic() - self._published > _PUBLISH_S:
                 self.report.publish()
                 self._published = time.monotonic()
+            if self._held_since and time.monotonic() - self._held_since > LONG_HOLD_S:
+                self._held_since = None
+                logger.warning(
+                    "nothing has been audited for %d s: a weight update has begun and not ended;"
+                    " call /end_weight_update",
+                    LONG_HOLD_S,
+                )
             first = self._queue.first
             if first is not None and self._may_start(first):
                 await self._audit(self._queue.take_first())
@@ -326,15 +345,19 @@ class Auditor:
     async def _flush(self, log: MismatchLog) -> None:
         try:
             await asyncio.to_thread(log.flush)
-        except OSError as error:
-            self.rate = 0.0
-            self._log = None
-            self._queue.clear()
-            logger.error(
-                "mismatch log: %s; the audit is off from now on, the server goes on. Make room and"
-                " restart the server to audit again",
-                error,
-            )
+        except Exception as error:
+            self.switch_off(f"mismatch log: {error}")
+
+    def switch_off(self, problem: str | Exception) -> None:
+        """End the audit; after an exception its worker, too, which would raise it again."""
+        self.rate, self._log = 0.0, None
+        self._is_broken = isinstance(problem, Exception)
+        self._queue.clear()
+        logger.error(
+            "%s: the audit is off from now on, the server goes on; restart it to audit again",
+            problem if isinstance(problem, str) else repr(problem),
+            exc_info=problem if isinstance(problem, Exception) else None,
+        )
 
     def _lowest_priority(self) -> int | None:
         if not self._manager.enable_priority_scheduling:

@@ -138,14 +138,16 @@ class AuditQueue:
             self._tokens -= request.held_tokens
             try:
                 request.record(answers, index)
-            except TypeError:
-                # SGLang gave a log-prob that is no number; the user must get the answer anyway.
+            except (TypeError, ValueError, LookupError):
+                # An answer without lists, as that to a prompt that is too long, or a log-prob that
+                # is no number; the user must get the answer anyway.
                 request.lose()
             self._tokens += request.held_tokens
             if self._tokens > MAX_TOKENS:
                 self._lose(request)
         for lists in (answers.output_top_logprobs_val, answers.output_top_logprobs_idx):
-            lists[index] = [row[: request.user_top_k] for row in lists[index]]
+            if lists and lists[index]:
+                lists[index] = [row[: request.user_top_k] for row in lists[index]]
 
     def finish(self, request_id: str, complete: bool) -> None:
         """End the recording of a request; if `complete` and not lost, queue it for its score."""

@@ -4,18 +4,21 @@ In: log-probs of a batch, at each request's temperature. Out: lists of those row
 one, and with each list of an audited row what turns it into log-probs at temperature 1.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparrow_sglang.plugin.audit.recorded import AUDITED
-from sparrow_sglang.plugin.state import PROCESS
+from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+logger = logging.getLogger("sparrow_sglang")
 
 
 def remember_temperatures(
@@ -29,11 +32,24 @@ def remember_temperatures(
     state = PROCESS.scheduler
     if state is None or not state.audited or not batch.return_logprob:
         return
+    try:
+        state.temperatures = _temperatures(forward_batch, batch)
+    except Exception:
+        _switch_off(state)
+
+
+def _switch_off(state: SchedulerState) -> None:
+    """An error of the audit must not end the scheduler."""
+    state.audited, state.temperatures = False, {}
+    logger.exception("the audit is off from now on, the server goes on; restart it to audit again")
+
+
+def _temperatures(forward_batch: "ForwardBatch", batch: "ScheduleBatch") -> dict[int, float]:
     from sglang.srt.utils import get_bool_env_var
 
     original = get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB")
     untempered = original or forward_batch.sampling_info.is_all_greedy
-    state.temperatures = {
+    return {
         row: req.sampling_params.temperature
         for row, req in enumerate(() if untempered else batch.reqs)
         if isinstance(parameters := req.sampling_params.custom_params, dict)
@@ -59,6 +75,20 @@ def top_logprobs_of_some(
     asking = [row for row, k in enumerate(top_logprobs_nums) if k > 0]
     if state is None or not state.audited or not asking or not no_copy_to_cpu:
         return original(logprobs, top_logprobs_nums, no_copy_to_cpu=no_copy_to_cpu)
+    try:
+        return _lists_of(original, logprobs, top_logprobs_nums, asking, state.temperatures)
+    except Exception:
+        _switch_off(state)
+        return original(logprobs, top_logprobs_nums, no_copy_to_cpu=True)
+
+
+def _lists_of(
+    original: Callable[..., tuple[list[Any], list[Any]]],
+    logprobs: "torch.Tensor",
+    top_logprobs_nums: list[int],
+    asking: list[int],
+    temperatures: Mapping[int, float],
+) -> tuple[list[Any], list[Any]]:
     import torch
 
     everybody = len(asking) == len(top_logprobs_nums)
@@ -71,8 +101,8 @@ def top_logprobs_of_some(
     all_values, all_ids = nothing, list(nothing)
     for place, row in enumerate(asking):
         all_values[row], all_ids[row] = values[place], ids[place]
-        if row in state.temperatures:
-            all_values[row] = add_normaliser(values[place], logprobs[row], state.temperatures[row])
+        if row in temperatures:
+            all_values[row] = add_normaliser(values[place], logprobs[row], temperatures[row])
     return all_values, all_ids
 
 

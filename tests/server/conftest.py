@@ -1,0 +1,41 @@
+"""One audited server with a tokenizer and LoRA for all tests that send it wrong things."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from adapted_models import save_model_of_words
+from servers import start_server
+
+CONTEXT = 4096
+TARGETS = ("q_proj", "k_proj", "v_proj")
+
+
+@pytest.fixture(scope="session")
+def model_of_words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model_of_words(tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture(scope="session")
+def client(model_of_words: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with (
+        start_server(
+            model_of_words,
+            skip_tokenizer_init=False,
+            grammar_backend="none",
+            attention_backend="sparrow",
+            sparrow_schedule="fixed-64",
+            sparrow_audit_rate=1.0,
+            sparrow_audit_log=str(tmp_path_factory.mktemp("audit")),
+            enable_metrics=True,
+            context_length=CONTEXT,
+            served_model_name="tiny",
+            enable_lora=True,
+            max_lora_rank=16,
+            lora_target_modules=list(TARGETS),
+            lora_backend="torch_native",
+            log_level="critical",
+        ) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        yield client
