@@ -2,8 +2,8 @@
 
 A pass runs in two steps, as SGLang's interface has it: `init_forward_metadata*` plans from lengths
 that the host knows, then `forward_extend` or `forward_decode` runs once per layer. The stock
-backend of the device computes prefill and writes its KV. It also decodes dense layers on a CPU and
-in models with windows; elsewhere the sparse kernels decode them over all pages.
+backend of the device computes prefill and writes its KV. In models with windows it also decodes the
+layers that are not sparse; elsewhere the sparse kernels decode them over all pages.
 """
 
 from itertools import islice
@@ -27,8 +27,7 @@ from sparrow_sglang.attention_backends.paged_decode import (
     TorchPagedDecode,
 )
 from sparrow_sglang.attention_backends.pair_variance import PairVariances
-from sparrow_sglang.hf_config import window_layers
-from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.hf_config import num_layers_of, window_layers
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -96,26 +95,23 @@ class SparrowAttnBackend(AttentionBackend):
 
     Args:
         model_runner: SGLang's runner, its KV pool allocated already.
-        loaded: the budget schedules; their page size is that of the pool.
+        schedule: the budget schedule; its page size is that of the pool.
 
     Attributes:
-        budgets: the schedules and what requests ask for; hooks write it between passes.
+        budgets: the active schedule and what requests require; hooks write it between passes.
         landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
             landmarks of its pages in place, and a page that is freed and used again gets new ones
             before it is scored.
-        stock_decode: decode steps are planned for the stock backend, too: it serves the layers of a
-            model with windows that are not sparse or, on a CPU, all such layers and steps within
-            their budgets.
+        stock_layers: layers that the stock backend decodes.
         kv_heads: which of the model's KV heads this rank has.
         pair_variances: sums over prefill passes while a calibration measures; otherwise None.
         decode_guard: notices decode steps that SGLang computes without this backend.
     """
 
-    def __init__(self, model_runner: "ModelRunner", loaded: LoadedSchedules) -> None:
+    def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
         super().__init__()
         both_pools = model_runner.token_to_kv_pool
         pool = _whole_pool(both_pools)
-        schedule = loaded.active
         self.token_to_kv_pool = both_pools
         self.req_to_token_pool = model_runner.req_to_token_pool
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
@@ -147,11 +143,14 @@ class SparrowAttnBackend(AttentionBackend):
         self.dense, self._planning = build_dense_side(model_runner)
         # Whether SGLang has to wait for the lengths of the previous round of lossless decoding.
         self.needs_cpu_seq_lens = not on_cuda or getattr(self.dense, "needs_cpu_seq_lens", True)
-        has_windows = bool(window_layers(model_runner.model_config.hf_config))
-        self.stock_decode = not on_cuda or has_windows
+        hf_config = model_runner.model_config.hf_config
+        not_sparse = [layer_id for layer_id in held if layer_id not in self.landmarks]
+        self.stock_layers = frozenset(not_sparse if window_layers(hf_config) else ())
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.budgets = BudgetTable(loaded, req_to_token.shape[0], req_to_token.device)
+        self.budgets = BudgetTable(
+            schedule, num_layers_of(hf_config), req_to_token.shape[0], req_to_token.device
+        )
         self.sparse: PagedDecode
         if on_cuda:
             decode_shape = DecodeShape.of_model(
@@ -169,7 +168,7 @@ class SparrowAttnBackend(AttentionBackend):
     @property
     def schedule(self) -> BudgetSchedule:
         """The active schedule."""
-        return self.budgets.loaded.active
+        return self.budgets.schedule
 
     def support_triton(self) -> bool:
         return self.dense.support_triton()
@@ -177,7 +176,7 @@ class SparrowAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         # With lossless decoding SGLang calls this for verifications, then for drafts, which the
         # dense side does not compute: it would allocate anew what captured graphs read.
-        if self.stock_decode or max_num_tokens > max_bs:
+        if self.stock_layers or max_num_tokens > max_bs:
             self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         # SGLang may round batches up past the number of requests that it admits.
         self.sparse.reserve(max_bs)
@@ -194,7 +193,7 @@ class SparrowAttnBackend(AttentionBackend):
             self._plan_verify(forward_batch, captured=False)
             return
         decode = forward_batch.forward_mode.is_decode()
-        if self.stock_decode or not decode:
+        if self.stock_layers or not decode:
             with self._planning:
                 self.dense.init_forward_metadata(forward_batch)
         if decode:
@@ -213,7 +212,7 @@ class SparrowAttnBackend(AttentionBackend):
         self.decode_guard.planned(captured=True)
         if not in_capture:
             self.decode_guard.replayed()
-        if self.stock_decode:
+        if self.stock_layers:
             with self._planning:
                 self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         batch = forward_batch.batch_size
@@ -268,28 +267,23 @@ class SparrowAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         self.decode_guard.served()
-        landmarks = self.landmarks.get(layer.layer_id)
-        if self.stock_decode and landmarks is None:
+        if layer.layer_id in self.stock_layers:
             return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = kwargs.get("sinks")
-        _refuse_arguments(layer, kwargs | {"sinks": None})
+        sinks = kwargs.pop("sinks", None)
+        _refuse_arguments(layer, kwargs)
         pool = self.token_to_kv_pool
-        if self.sparse.within_budget and landmarks is not None:
-            out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            self.sparse.update_landmarks(pool.get_key_buffer(layer.layer_id), landmarks)
-            return out
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc)
             pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
-        q = _side_by_side(q.view(-1, layer.tp_q_head_num, layer.head_dim))
-        k_buffer = pool.get_key_buffer(layer.layer_id)
-        v_buffer = pool.get_value_buffer(layer.layer_id)
         k_scale, v_scale = kv_scales(layer)
-        sm_scale = layer.scaling * k_scale
-        if landmarks is not None:
-            out = self.sparse.decode(
-                q, k_buffer, v_buffer, landmarks, layer.layer_id, sm_scale, v_scale, sinks
-            )
-        else:
-            out = self.sparse.decode_dense(q, k_buffer, v_buffer, sm_scale, v_scale, sinks)
+        out = self.sparse.decode(
+            _side_by_side(q.view(-1, layer.tp_q_head_num, layer.head_dim)),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            self.landmarks.get(layer.layer_id),
+            layer.layer_id,
+            layer.scaling * k_scale,
+            v_scale,
+            sinks,
+        )
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)

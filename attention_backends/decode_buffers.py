@@ -95,9 +95,9 @@ class DecodeBuffers:
     Args:
         shape: heads and pages.
         rows: the largest batch.
+        num_layers: layers of the model.
         device: where the buffers live.
         launch_device: the device that launches are tuned for, if it is another one.
-        budget_layers: layers with a budget of their own; 1 where all share one.
 
     Attributes:
         page_table: [rows, max_pages] int32; num_selected: [layers, rows] int32; page_ids: [rows,
@@ -110,9 +110,9 @@ class DecodeBuffers:
         self,
         shape: DecodeShape,
         rows: int,
+        num_layers: int,
         device: torch.device,
         launch_device: torch.device | None = None,
-        budget_layers: int = 1,
     ) -> None:
         tuned_for = launch_device or device
         heads, head_dim, max_pages = shape.num_kv_heads, shape.head_dim, shape.max_pages
@@ -135,7 +135,7 @@ class DecodeBuffers:
         }
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
-        self.num_selected = torch.zeros(budget_layers, rows, dtype=torch.int32, device=device)
+        self.num_selected = torch.zeros(num_layers, rows, dtype=torch.int32, device=device)
         self.verify_lens = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self.select_scratch = allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
@@ -154,6 +154,6 @@ class DecodeBuffers:
         )
 
 
-def buffer_bytes(shape: DecodeShape, rows: int, device: torch.device) -> int:
+def buffer_bytes(shape: DecodeShape, rows: int, num_layers: int, device: torch.device) -> int:
     """Memory that `DecodeBuffers` will hold on `device`; nothing is allocated."""
-    return DecodeBuffers(shape, rows, torch.device("meta"), launch_device=device).num_bytes
+    return DecodeBuffers(shape, rows, num_layers, torch.device("meta"), device).num_bytes

@@ -21,7 +21,7 @@ class TritonPagedDecode:
 
     Args:
         budgets: the KV budget by length and request; launches are tuned for the schedule that
-            is active now, and every other one, switched to or asked for, runs in the same buffers.
+            is active now, and every one that is switched to runs in the same buffers.
         req_to_token: [requests, max tokens] int32, SGLang's token table.
         shape: heads on this rank and the longest sequence.
     """
@@ -29,9 +29,7 @@ class TritonPagedDecode:
     def __init__(
         self, budgets: BudgetTable, req_to_token: torch.Tensor, shape: DecodeShape
     ) -> None:
-        # A captured step must take the same path at every length.
-        self.within_budget = False
-        self._schedule = budgets.loaded.active
+        self._schedule = budgets.schedule
         self._req_to_token = req_to_token
         self._shape = shape
         self._budgets = budgets.tensors
@@ -60,10 +58,7 @@ class TritonPagedDecode:
         # Free the old buffers first, so that both sets are never allocated at the same time.
         self._buffers = None
         self._buffers = DecodeBuffers(
-            self._shape,
-            max_batch,
-            self._req_to_token.device,
-            budget_layers=self._budgets.weights.shape[1],
+            self._shape, max_batch, len(self._budgets.weights), self._req_to_token.device
         )
 
     def compile_prefill(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
@@ -175,7 +170,7 @@ class TritonPagedDecode:
         q: torch.Tensor,
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
-        landmarks: Landmarks,
+        landmarks: Landmarks | None,
         layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
@@ -183,66 +178,35 @@ class TritonPagedDecode:
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
-        of_layer = self._num_selected[layer_id if len(self._num_selected) > 1 else 0]
-        for start in range(0, len(q), buffers.rows):
-            rows = slice(start, start + buffers.rows)
-            pages, num_selected, seq_lens = self._pages[rows], of_layer[rows], self._seq_lens[rows]
-            batch = len(seq_lens)
-            page_ids = buffers.page_ids[:batch]
-            select.select_pages(
-                q[rows],
-                k_buffer,
-                landmarks,
-                pages,
-                seq_lens,
-                num_selected,
-                page_ids,
-                page_size=self._schedule.page_size,
-                sink_pages=self._schedule.sink_pages,
-                recent_pages=self._schedule.recent_pages,
-                scratch=buffers.select_scratch,
-                launch=buffers.select_launch[batch],
-                dependents=self._dependent,
-            )
-            decode.sparse_decode(
-                q[rows],
-                k_buffer,
-                v_buffer,
-                page_ids,
-                num_selected,
-                seq_lens,
-                out[rows],
-                page_size=self._schedule.page_size,
-                sm_scale=sm_scale,
-                v_scale=v_scale,
-                sinks=sinks,
-                scratch=buffers.decode_scratch,
-                launch=buffers.decode_launch[batch],
-                after_select=self._dependent,
-            )
-        return out
-
-    def decode_dense(
-        self,
-        q: torch.Tensor,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
-        sm_scale: float,
-        v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        out = torch.empty_like(q)
-        buffers = self._reserved(len(q))
-        num_kv_heads = k_buffer.shape[1]
         for start in range(0, len(q), buffers.rows):
             rows = slice(start, start + buffers.rows)
             pages, seq_lens = self._pages[rows], self._seq_lens[rows]
+            batch, num_selected, launch = len(seq_lens), None, buffers.dense_launch
+            page_ids = pages[:, None].expand(-1, k_buffer.shape[1], -1)
+            if landmarks is not None:
+                num_selected, launch = self._num_selected[layer_id, rows], buffers.decode_launch
+                page_ids = buffers.page_ids[:batch]
+                select.select_pages(
+                    q[rows],
+                    k_buffer,
+                    landmarks,
+                    pages,
+                    seq_lens,
+                    num_selected,
+                    page_ids,
+                    page_size=self._schedule.page_size,
+                    sink_pages=self._schedule.sink_pages,
+                    recent_pages=self._schedule.recent_pages,
+                    scratch=buffers.select_scratch,
+                    launch=buffers.select_launch[batch],
+                    dependents=self._dependent,
+                )
             decode.sparse_decode(
                 q[rows],
                 k_buffer,
                 v_buffer,
-                pages[:, None].expand(-1, num_kv_heads, -1),
-                None,
+                page_ids,
+                num_selected,
                 seq_lens,
                 out[rows],
                 page_size=self._schedule.page_size,
@@ -250,6 +214,7 @@ class TritonPagedDecode:
                 v_scale=v_scale,
                 sinks=sinks,
                 scratch=buffers.decode_scratch,
-                launch=buffers.dense_launch[len(seq_lens)],
+                launch=launch[batch],
+                after_select=landmarks is not None and self._dependent,
             )
         return out

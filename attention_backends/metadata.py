@@ -5,117 +5,106 @@ from dataclasses import dataclass
 
 import torch
 
-from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, Budgets
-from sparrow_sglang.loaded_schedules import MAX_BINS, MAX_LOADED, LoadedSchedules
+from sparrow_sglang.attention_backends.kernels.page_table import EVERY_PAGE, NO_CAP, Budgets
 from sparrow_sglang.request_options import RequestOption
-
-NUM_SLOTS = MAX_LOADED + 2
-_DEFAULT = (0, NO_CAP)
+from sparrow_sglang.schedule import MAX_BINS, BudgetSchedule
 
 
 class BudgetTable:
-    """The loaded schedules and what requests ask for, as tensors on the device.
+    """The active schedule and what requests require, as tensors on the device.
 
     The device computes budgets from these tensors without the host, and the tensors keep their
-    addresses, so a captured step needs no new capture when a schedule is switched. Slot 0 of the
-    tables is the active schedule, the next ones are the loaded schedules in order, and the last one
-    keeps all pages.
+    addresses, so a captured step needs no new capture when the schedule is switched.
 
     Args:
-        loaded: the schedules.
+        schedule: the active one.
+        num_layers: layers of the model, dense ones included.
         num_requests: rows of SGLang's token table; a request is identified by its row in it.
         device: where the tensors live.
 
     Attributes:
-        loaded: what the tables hold.
+        schedule: the active one.
         tensors: see `Budgets`.
     """
 
     def __init__(
-        self, loaded: LoadedSchedules, num_requests: int, device: torch.device | str
+        self,
+        schedule: BudgetSchedule,
+        num_layers: int,
+        num_requests: int,
+        device: torch.device | str,
     ) -> None:
         self.tensors = Budgets(
-            table=torch.empty(NUM_SLOTS, MAX_BINS, dtype=torch.int32, device=device),
-            bin_pages=torch.empty(NUM_SLOTS, dtype=torch.int32, device=device),
-            options=torch.tensor([_DEFAULT], dtype=torch.int32, device=device).repeat(
-                num_requests, 1
-            ),
-            weights=torch.empty(
-                NUM_SLOTS, loaded.weighted_layers or 1, dtype=torch.float32, device=device
-            ),
+            table=torch.empty(MAX_BINS, dtype=torch.int32, device=device),
+            bin_pages=torch.empty(1, dtype=torch.int32, device=device),
+            caps=torch.full((num_requests,), NO_CAP, dtype=torch.int32, device=device),
+            weights=torch.empty(num_layers, dtype=torch.float32, device=device),
         )
-        # Slot and cap of each row that differs from the default. Most rows do not, and need no copy
-        # to the device.
-        self._asking: dict[int, tuple[int, int]] = {}
-        self.load(loaded)
+        # Caps of the rows that have one. Most rows have none, and need no copy to the device.
+        self._capped: dict[int, int] = {}
+        self.load(schedule)
 
-    def load(self, loaded: LoadedSchedules) -> None:
-        """Replace the schedules by `loaded`, with no request running, and wait for the device."""
-        table = torch.full((NUM_SLOTS, MAX_BINS), NO_CAP, dtype=torch.int32)
-        bin_pages = torch.ones(NUM_SLOTS, dtype=torch.int32)
-        weights = torch.ones(self.tensors.weights.shape)
-        for slot, schedule in enumerate((loaded.active, *loaded.named)):
-            table[slot] = schedule.budget_pages[-1]
-            table[slot, : len(schedule.budget_pages)] = torch.tensor(schedule.budget_pages)
-            bin_pages[slot] = schedule.bin_pages
-            if schedule.selection.layer_weights is not None:
-                weights[slot] = torch.tensor(schedule.selection.layer_weights)
-            if loaded.weighted_layers is not None:
-                # Those of them that have landmarks read all pages under any budget.
-                weights[slot, list(schedule.dense_layers)] = NO_CAP
+    def load(self, schedule: BudgetSchedule) -> None:
+        """Replace the active schedule, with no request running, and wait for the device."""
+        budgets = schedule.budget_pages
+        table = torch.full((MAX_BINS,), budgets[-1], dtype=torch.int32)
+        table[: len(budgets)] = torch.tensor(budgets)
+        weights = torch.ones(len(self.tensors.weights))
+        if schedule.selection.layer_weights is not None:
+            weights = torch.tensor(schedule.selection.layer_weights)
+        # Those of them that have landmarks read all pages under any budget.
+        weights[list(schedule.dense_layers)] = NO_CAP
         self.tensors.table.copy_(table)
-        self.tensors.bin_pages.copy_(bin_pages)
+        self.tensors.bin_pages.fill_(schedule.bin_pages)
         self.tensors.weights.copy_(weights)
         if self.tensors.table.is_cuda:
             # Steps run on another stream and must see the new tables.
             torch.cuda.synchronize(self.tensors.table.device)
-        self.loaded = loaded
+        self.schedule = schedule
 
     def set_options(self, rows: Sequence[int], options: Sequence[RequestOption]) -> None:
         """Set the options of the requests in these rows of the token table for the next steps."""
         changed = {}
         for row, option in zip(rows, options, strict=True):
-            slot_and_cap = self._slot_and_cap(option)
-            if self._asking.get(row, _DEFAULT) != slot_and_cap:
-                changed[row] = self._asking[row] = slot_and_cap
-                if slot_and_cap == _DEFAULT:
-                    del self._asking[row]
+            cap = self._cap(option)
+            if self._capped.get(row, NO_CAP) != cap:
+                changed[row] = self._capped[row] = cap
+                if cap == NO_CAP:
+                    del self._capped[row]
         if changed:
-            written = self.tensors.options
+            written = self.tensors.caps
             update = torch.tensor(
-                [[row, *slot_and_cap] for row, slot_and_cap in changed.items()],
+                [*changed.keys(), *changed.values()],
                 dtype=torch.int32,
                 # Pinned memory is recycled only once the copy out of it is over.
                 pin_memory=written.is_cuda,
             ).to(written.device, non_blocking=True)
-            written[update[:, 0].long()] = update[:, 1:]
+            written[update[: len(changed)].long()] = update[len(changed) :]
 
-    def _slot_and_cap(self, option: RequestOption) -> tuple[int, int]:
-        slot, cap = _DEFAULT
+    def _cap(self, option: RequestOption) -> int:
         if option.schedule is None:
-            slot = NUM_SLOTS - 1
-        elif option.schedule.name != self.loaded.active.name:
-            slot = self.loaded.named.index(option.schedule) + 1
-        if option.kv_budget_tokens is not None:
-            cap = min(option.kv_budget_tokens // self.loaded.active.page_size, NO_CAP)
-        return slot, cap
+            return EVERY_PAGE
+        if option.kv_budget_tokens is None:
+            return NO_CAP
+        return min(option.kv_budget_tokens // self.schedule.page_size, NO_CAP)
 
     def num_selected(self, num_pages: torch.Tensor, req_pool_indices: torch.Tensor) -> torch.Tensor:
         """Pages that each layer reads, [layers, B] in num_pages' dtype.
-
-        A single row stands for all layers where no loaded schedule has layer weights.
 
         Args:
             num_pages: [B], pages that each request holds.
             req_pool_indices: [B], the requests' rows in SGLang's token table.
         """
-        slot, cap = self.tensors.options[req_pool_indices.long()].long().unbind(-1)
-        bins = (num_pages // self.tensors.bin_pages[slot]).clamp_max(MAX_BINS - 1)
-        budget = torch.minimum(self.tensors.table[slot, bins.long()].long(), cap)
+        cap = self.tensors.caps[req_pool_indices.long()].long()
+        bins = (num_pages // self.tensors.bin_pages).clamp_max(MAX_BINS - 1)
+        budget = torch.minimum(self.tensors.table[bins.long()].long(), cap)
         # fp64 holds the product of an fp32 weight and a whole number exactly.
-        weighted = (self.tensors.weights[slot].T.double() * budget + 0.5).floor().long()
-        weighted = weighted.clamp_min(self.loaded.active.least_pages)
-        return torch.minimum(num_pages.long(), weighted).to(num_pages.dtype)
+        weighted = (self.tensors.weights[:, None].double() * budget + 0.5).floor().long()
+        weighted = weighted.clamp_min(self.schedule.least_pages)
+        held = num_pages.long()
+        return torch.where(cap == EVERY_PAGE, held, torch.minimum(held, weighted)).to(
+            num_pages.dtype
+        )
 
 
 @dataclass(frozen=True)

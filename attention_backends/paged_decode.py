@@ -14,14 +14,7 @@ from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 
 
 class PagedDecode(Protocol):
-    """Plans once per pass from what SGLang knows of its requests, then runs once per layer.
-
-    Attributes:
-        within_budget: no request of the planned decode step exceeds its budget, so stock dense
-            decode gives the same output and may be used instead.
-    """
-
-    within_budget: bool
+    """Plans once per pass from what SGLang knows of its requests, then runs once per layer."""
 
     def reserve(self, max_batch: int) -> None:
         """Prepare for captured batches of up to `max_batch` requests, before the first capture."""
@@ -69,19 +62,20 @@ class PagedDecode(Protocol):
         q: torch.Tensor,
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
-        landmarks: Landmarks,
+        landmarks: Landmarks | None,
         layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One sparse layer of the planned decode step; the new token's KV is in the pool already.
+        """One layer of the planned decode step; the new token's KV is in the pool already.
 
         Args:
             q: [B, Hq, D].
             k_buffer: [num_slots, Hkv, D].
             v_buffer: [num_slots, Hkv, D].
-            landmarks: those of the layer; if this token filled a page, its landmarks are written.
+            landmarks: those of a sparse layer; if this token filled a page, its landmarks are
+                written. None for a dense layer, which reads all pages.
             layer_id: index of the layer in the model, which determines its share of the budget.
             sm_scale: factor of the logits, the scale of FP8 keys included.
             v_scale: scale of FP8 values.
@@ -91,30 +85,18 @@ class PagedDecode(Protocol):
             [B, Hq, D] in q's dtype.
         """
 
-    def decode_dense(
-        self,
-        q: torch.Tensor,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
-        sm_scale: float,
-        v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One dense layer of the planned decode step: `decode` of all pages, without landmarks."""
-
 
 class TorchPagedDecode:
     """The sparse decode step on any device, in plain torch.
 
     Args:
-        budgets: the KV budget by length and request; the active schedule supplies page size,
-            sinks and recent pages, which all others share.
+        budgets: the KV budget by length and request; page size, sinks and recent pages are those
+            of the active schedule, which no switch changes.
         req_to_token: [requests, max tokens], SGLang's token table.
     """
 
     def __init__(self, budgets: BudgetTable, req_to_token: torch.Tensor) -> None:
-        schedule = budgets.loaded.active
-        self.within_budget = False
+        schedule = budgets.schedule
         self._page_size = schedule.page_size
         self._sink_pages = schedule.sink_pages
         self._recent_pages = schedule.recent_pages
@@ -161,7 +143,6 @@ class TorchPagedDecode:
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         num_pages = self._pages.num_pages
         self._num_selected = self._budgets.num_selected(num_pages, req_pool_indices)
-        self.within_budget = bool((self._num_selected == num_pages).all())
         just_filled = (seq_lens % self._page_size == 0).nonzero().squeeze(-1)
         last_page = self._pages.num_pages[just_filled] - 1
         self._full_pages = self._pages.physical[just_filled, last_page]
@@ -178,52 +159,30 @@ class TorchPagedDecode:
         q: torch.Tensor,
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
-        landmarks: Landmarks,
+        landmarks: Landmarks | None,
         layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.update_landmarks(k_buffer, landmarks)
         pages = self._pages
-        num_selected = self._num_selected[layer_id if len(self._num_selected) > 1 else 0]
-        selected = reference.select_pages(
-            reference.score_pages(q, landmarks, pages.physical),
-            pages.num_pages,
-            num_selected,
-            self._sink_pages,
-            self._recent_pages,
-        )
         physical = pages.physical[:, None].expand(-1, k_buffer.shape[1], -1)
+        num_selected = pages.num_pages
+        if landmarks is not None:
+            self.update_landmarks(k_buffer, landmarks)
+            num_selected = self._num_selected[layer_id]
+            if not torch.equal(num_selected, pages.num_pages):
+                scores = reference.score_pages(q, landmarks, pages.physical)
+                selected = reference.select_pages(
+                    scores, pages.num_pages, num_selected, self._sink_pages, self._recent_pages
+                )
+                physical = physical.gather(-1, selected)
         return reference.sparse_decode(
             q,
             k_buffer,
             v_buffer,
-            physical.gather(-1, selected),
+            physical,
             num_selected,
-            pages.seq_lens,
-            self._page_size,
-            sm_scale,
-            v_scale,
-            sinks,
-        )
-
-    def decode_dense(
-        self,
-        q: torch.Tensor,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
-        sm_scale: float,
-        v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        pages = self._pages
-        return reference.sparse_decode(
-            q,
-            k_buffer,
-            v_buffer,
-            pages.physical[:, None].expand(-1, k_buffer.shape[1], -1),
-            pages.num_pages,
             pages.seq_lens,
             self._page_size,
             sm_scale,

@@ -1,4 +1,4 @@
-"""Where a server's schedules are named, and the settings files of commands.
+"""Where a server's schedule is named, and the settings files of commands.
 
 Imports neither torch nor SGLang.
 """
@@ -21,32 +21,31 @@ MODEL_DEFAULT = "the model's default"
 
 
 class ConfigError(InputError):
-    """The schedules of a server are named in a way that cannot be used."""
+    """The schedule of a server is named in a way that cannot be used."""
 
 
-def named_schedules(flag: str | None) -> tuple[tuple[str, ...], str]:
-    """The schedules that a server is to load, the active one first, and where they are named.
+def named_schedule(flag: str | None) -> tuple[str, str]:
+    """The schedule that a server is to load, and where it is named.
 
     That is `flag`, the value of --sparrow-schedule, else the variable SPARROW_SCHEDULE, else the
     model's default, "auto". A name is a shipped schedule's, a path to a .json file, fixed-<tokens>
-    or "auto"; several are separated by commas.
+    or "auto".
 
     Raises:
-        ConfigError: the value is no string, is empty, or has an empty part.
+        ConfigError: the value is no string, is empty, or holds several names.
     """
     source = os.environ.get(SOURCE_VARIABLE) or "--sparrow-schedule"
     value: object = flag
     if value is None:
         source, value = SCHEDULE_VARIABLE, os.environ.get(SCHEDULE_VARIABLE) or None
     if value is None:
-        return (AUTO,), MODEL_DEFAULT
-    names = tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else ("",)
-    if not all(names):
+        return AUTO, MODEL_DEFAULT
+    if not isinstance(value, str) or not value.strip() or "," in value:
         raise ConfigError(
             f"{source}: {quoted(value)}: expected a shipped name, a path, fixed-<tokens> or"
-            f" {AUTO!r}, or several separated by commas, none of them empty"
+            f" {AUTO!r}; a running server is switched to another schedule by set_schedule"
         )
-    return names, source
+    return value.strip(), source
 
 
 def schedule_from(source: str) -> AbstractContextManager[None]:

@@ -1,11 +1,10 @@
-"""What a single request may ask of sparse decode, and the report of what its steps read.
+"""What a single request may require of sparse decode, and the report of what its steps read.
 
 `sampling_params["custom_params"]["sparrow"]` of `Engine.generate` and of `/generate`; with the
 OpenAI client `extra_body={"custom_params": {"sparrow": ...}}`, in chat and text completions. Its
 value is one of
 
     {"dense": true}               every layer reads everything
-    {"schedule": "m-0.92"}        another schedule that the server has loaded
     {"kv_budget_tokens": 1024}    the active schedule, but never more than this many tokens
 
 and beside one of them, or alone, {"report": true}: answers carry a `KvUsage` as
@@ -24,13 +23,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import known_schedules, load_schedule
+from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule
 
 KEY = "sparrow"
-_PLACE = f'custom_params["{KEY}"]'
-_ALLOWED = "dense, schedule, kv_budget_tokens or report"
+_FIELD = f'custom_params["{KEY}"]'
+_ALLOWED = "dense, kv_budget_tokens or report"
 ATTRIBUTE = "sparrow"
 """Attribute of SGLang's objects, requests and the TokenizerManager, that holds our state."""
 
@@ -43,20 +40,21 @@ class RequestError(InputError):
 class KvUsage:
     """What the decode steps of one request read, per KV head of a sparse layer, in tokens.
 
-    Under layer weights that is the mean over the sparse layers.
     The first token comes out of prefill, so T tokens take T - 1 decode steps. Layers of the
     schedule's `dense_layers` read all that is cached. A retraction, of which `meta_info` counts
     `num_retractions`, replaces one decode step by a prefill, which this ignores.
 
     Attributes:
         schedule: name of the schedule that the request was decoded by; None if densely.
-        kv_budget_tokens: the upper bound that the request asked for, if it did.
+        kv_budget_tokens: the upper bound that the request set, if it did.
         decode_steps: number of steps.
         kv_tokens_cached_mean: tokens in the KV cache, the current one included, mean over the
-            steps; None without a step, as the following.
-        kv_tokens_read_mean: those of them that were read, mean over the steps.
+            steps, to a tenth; None without a step, as the following.
+        kv_tokens_read_mean: those of them that were read, mean over the steps, to a tenth.
         kv_tokens_cached_last: tokens in the KV cache at the last step.
         kv_tokens_read_last: those of them that the last step read.
+        kv_budget_last: the budget of the last step; None if the request was decoded densely.
+        note: why the last step did not read the budget, None if it did.
     """
 
     schedule: str | None
@@ -66,6 +64,8 @@ class KvUsage:
     kv_tokens_read_mean: float | None = None
     kv_tokens_cached_last: int | None = None
     kv_tokens_read_last: int | None = None
+    kv_budget_last: int | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RequestOption:
         schedule: None to read everything in every layer.
         kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included;
             layer weights multiply the budget after this bound.
-        report: say in the answer what was read and cached.
+        report: whether the answer carries a `KvUsage`.
     """
 
     schedule: BudgetSchedule | None
@@ -84,7 +84,7 @@ class RequestOption:
     report: bool = False
 
     @classmethod
-    def read(cls, custom_params: Any, loaded: LoadedSchedules) -> "RequestOption":
+    def read(cls, custom_params: Any, active: BudgetSchedule) -> "RequestOption":
         """The option in a request's `custom_params`; the active schedule where there is none.
 
         Raises:
@@ -92,19 +92,20 @@ class RequestOption:
         """
         given = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
         if given is None:
-            return cls(loaded.active)
+            return cls(active)
         if not isinstance(given, Mapping) or not given:
             raise RequestError(
-                f"{_PLACE}={quoted(given)}: expected an object with one of {_ALLOWED}"
+                f"{_FIELD}={quoted(given)}: expected an object with one of {_ALLOWED}"
             )
-        for name, value in given.items():
-            if (problem := _problem(name, value, loaded)) is not None:
-                raise RequestError(f"{_PLACE}[{quoted(name, 60)}]={quoted(value)}: {problem}")
-        if len(rules := [name for name in given if name != "report"]) > 1:
-            raise RequestError(f"{_PLACE}={quoted(given)}: expected one of {' and '.join(rules)}")
-        schedule = loaded.get(given["schedule"]) if "schedule" in given else loaded.active
+        for key, value in given.items():
+            if (problem := _problem(key, value, active)) is not None:
+                raise RequestError(f"{_FIELD}[{quoted(key, 60)}]={quoted(value)}: {problem}")
+        if {"dense", "kv_budget_tokens"} <= given.keys():
+            raise RequestError(
+                f"{_FIELD}={quoted(given)}: expected one of dense and kv_budget_tokens"
+            )
         return cls(
-            None if given.get("dense") else schedule,
+            None if given.get("dense") else active,
             given.get("kv_budget_tokens"),
             given.get("report", False),
         )
@@ -129,14 +130,36 @@ class RequestOption:
             return KvUsage(name, self.kv_budget_tokens, 0)
         cached = prompt_tokens + np.arange(1, steps + 1)
         read = self.tokens_read(cached)
+        budget, note = self._budget(int(cached[-1]), int(read[-1]))
         return KvUsage(
             schedule=name,
             kv_budget_tokens=self.kv_budget_tokens,
             decode_steps=steps,
-            kv_tokens_cached_mean=float(cached.mean()),
-            kv_tokens_read_mean=float(read.mean()),
+            kv_tokens_cached_mean=round(float(cached.mean()), 1),
+            kv_tokens_read_mean=round(float(read.mean()), 1),
             kv_tokens_cached_last=int(cached[-1]),
             kv_tokens_read_last=int(read[-1]),
+            kv_budget_last=budget,
+            note=note,
+        )
+
+    def _budget(self, cached: int, read: int) -> tuple[int | None, str | None]:
+        """The budget of a step over `cached` tokens, and why `read` differs from it."""
+        if self.schedule is None or self.schedule.is_dense:
+            return None, None
+        budget = self.schedule.kv_budget_tokens(cached)
+        if self.kv_budget_tokens is not None:
+            budget = min(budget, self.kv_budget_tokens)
+        if read == budget:
+            return budget, None
+        if read == cached:
+            return budget, "everything that is cached fits into the budget"
+        weights = self.schedule.sparse_weights
+        if min(weights) == max(weights):
+            return budget, "the last page is not full"
+        return budget, (
+            f"the mean over layers, which read {min(weights):.2g} to {max(weights):.2g} times the"
+            " budget, but no more than is cached"
         )
 
 
@@ -162,32 +185,19 @@ def request_state(request: Any) -> RequestState:
     return state
 
 
-def _problem(name: Any, value: Any, loaded: LoadedSchedules) -> str | None:
+def _problem(key: Any, value: Any, active: BudgetSchedule) -> str | None:
     """What is wrong with one entry of a request's option, with what is allowed."""
-    if name in ("dense", "report"):
+    if key in ("dense", "report"):
         return None if isinstance(value, bool) else "expected true or false"
-    if name == "schedule":
-        return None if value in loaded.names else _not_loaded(value, loaded)
-    if name != "kv_budget_tokens":
+    if key == "schedule":
+        return "expected none: requests share the server's schedule, which set_schedule switches"
+    if key != "kv_budget_tokens":
         return f"unknown: expected {_ALLOWED}"
-    page_size = loaded.active.page_size
-    floor = loaded.active.least_pages * page_size
+    page_size = active.page_size
+    floor = active.least_pages * page_size
     if not isinstance(value, int) or isinstance(value, bool):
         return f"expected a whole number of tokens, a multiple of {page_size}"
     # Budgets are added up in 64 bits, and SGLang passes on larger numbers than that.
     if not floor <= value <= MAX_TOKENS:
         return f"expected {floor} tokens, the first and last pages, to {MAX_TOKENS}"
     return f"expected a multiple of the page size, {page_size}" if value % page_size else None
-
-
-def _not_loaded(name: Any, loaded: LoadedSchedules) -> str:
-    known = f"expected one of {', '.join(loaded.names)}, which are loaded"
-    if not isinstance(name, str) or name not in known_schedules():
-        return known
-    try:
-        schedules = [loaded.get(other) for other in loaded.names]
-        LoadedSchedules.of([*schedules, load_schedule(name, loaded.active.page_size)])
-    except ScheduleError as error:
-        return f"shipped, but not loaded: {known}; {error}"
-    names = ",".join([*loaded.names, name])
-    return f"shipped, but not loaded: {known}; start it with --sparrow-schedule {names}"

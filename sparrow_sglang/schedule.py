@@ -53,15 +53,22 @@ ENOUGH_TOKENS = 1000
 """Tokens of a bin from which on its tail counts as measured."""
 # Tables on the device hold whole numbers of 32 bits.
 MAX_TOKENS = 2**30
+MAX_BINS = 1024
+DENSE = "dense"
+"""Name of the schedule under which every step reads everything."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+# What a switch on a running server must leave as it is.
+_FIXED = ("page_size", "sink_pages", "recent_pages")
+_FIXED_RULE = ("landmark_tokens", "landmark_bits", "landmark_pairs", "group_score")
 
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 _EXPECTED = {
     "name": "a string of 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first",
     "page_size": f"one of {PAGE_SIZES}",
     "bin_tokens": f"a whole number of tokens, a multiple of page_size, at most {MAX_TOKENS}",
-    "budget_tokens": "a list with one whole number of tokens per bin, multiples of page_size,"
-    f" at most {MAX_TOKENS}",
+    "budget_tokens": f"a list with one whole number of tokens per bin, {MAX_BINS} bins at most,"
+    f" multiples of page_size, at most {MAX_TOKENS}",
     "sink_pages": f"a whole number, 0 or more, at most {MAX_TOKENS}",
     "recent_pages": f"a whole number, 1 or more, at most {MAX_TOKENS}",
     "dense_layers": "a list of layer indices",
@@ -89,7 +96,7 @@ class BudgetSchedule(BaseModel):
     name: StrictStr = Field(pattern=rf"^{NAME.pattern}\z")
     page_size: Literal[16, 32, 64]
     bin_tokens: _Count = Field(gt=0)
-    budget_tokens: tuple[_Count, ...] = Field(min_length=1)
+    budget_tokens: tuple[_Count, ...] = Field(min_length=1, max_length=MAX_BINS)
     sink_pages: _Count = Field(default=1, ge=0)
     recent_pages: _Count = Field(default=2, ge=1)
     dense_layers: tuple[_Count, ...] = (0, 1)
@@ -284,6 +291,52 @@ class BudgetSchedule(BaseModel):
             raise ScheduleError(
                 f"schedule {self.name}: layers with {kind} count as dense: {error}"
             ) from None
+
+    def require_switch_from(self, first: "BudgetSchedule") -> None:
+        """Raise `ScheduleError` unless a server that was started with `first` can be switched to
+        this schedule.
+
+        Page size and selection rule decide which landmarks exist, and sinks and recent pages are
+        captured in graphs. Budgets and layer weights may differ, and further layers may be dense:
+        they keep their landmarks, but read all pages.
+        """
+        if not set(self.dense_layers) >= set(first.dense_layers):
+            raise ScheduleError(
+                f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}: expected"
+                f" {quoted(list(first.dense_layers))} or more, as in {first.name}, with which the"
+                " server was started"
+            )
+        given, expected = (
+            {field: getattr(schedule, field) for field in _FIXED}
+            | {f"selection.{field}": getattr(schedule.selection, field) for field in _FIXED_RULE}
+            for schedule in (self, first)
+        )
+        for field, value in given.items():
+            if value != expected[field]:
+                raise ScheduleError(
+                    f"schedule {self.name}: {field}={quoted(value)}: expected"
+                    f" {quoted(expected[field])}, as in {first.name}, with which the server was"
+                    " started"
+                )
+
+    def as_dense(self) -> "BudgetSchedule":
+        """The schedule `DENSE`, to which a server that was started with this one can be switched:
+        its budget is larger than any sequence."""
+        return BudgetSchedule(
+            name=DENSE,
+            page_size=self.page_size,
+            bin_tokens=self.page_size,
+            budget_tokens=(MAX_TOKENS,),
+            sink_pages=self.sink_pages,
+            recent_pages=self.recent_pages,
+            dense_layers=self.dense_layers,
+            selection=self.selection.model_copy(update={"layer_weights": None}),
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no sequence exceeds the budgets."""
+        return self.budget_tokens[0] == MAX_TOKENS
 
     def calibration(self, hf_config: Any) -> str:
         """Whether the budgets were calibrated for this model, in a few words on one line.

@@ -19,23 +19,24 @@ from sparrow_sglang.attention_backends.kernels.common import (
 )
 
 NO_CAP = 2**31 - 1
+EVERY_PAGE = -1
+"""Cap of a request that keeps all pages in every layer."""
 _BLOCK = 256
 
 
 class Budgets(NamedTuple):
     """KV budget tables on the device; a request's budget depends on its length and its option.
 
-    table: [num_schedules, num_bins] int32, total pages to keep in a bin, sinks and recent included;
-    bin_pages: [num_schedules] int32, pages a bin (the last bin has no end);
-    options: [num_requests, 2] int32, each request's table row, and the most pages it may keep;
-    weights: [num_schedules, num_layers] fp32: a layer keeps floor(weight * budget + 1/2) pages,
-    computed exactly, and no fewer than sinks and recent ones; one column of 1 for all layers where
-    no schedule has weights.
+    table: [num_bins] int32, total pages to keep in a bin, sinks and recent included;
+    bin_pages: [1] int32, pages a bin (the last bin has no end);
+    caps: [num_requests] int32, the most pages that a request may keep, NO_CAP or EVERY_PAGE;
+    weights: [num_layers] fp32: a layer keeps floor(weight * budget + 1/2) pages, computed exactly,
+    and no fewer than sinks and recent ones.
     """
 
     table: torch.Tensor
     bin_pages: torch.Tensor
-    options: torch.Tensor
+    caps: torch.Tensor
     weights: torch.Tensor
 
 
@@ -48,7 +49,7 @@ def _snapshot_kernel(
     page_table: tl.tensor,
     budget_table: tl.tensor,
     bin_pages: tl.tensor,
-    request_options: tl.tensor,
+    caps: tl.tensor,
     weights: tl.tensor,
     num_selected: tl.tensor,
     req_stride: tl.tensor,
@@ -70,22 +71,17 @@ def _snapshot_kernel(
     request = tl.load(req_pool_indices + row).to(tl.int64)
     if WITH_BUDGETS:
         if block == 0:
-            schedule = tl.load(request_options + request * 2)
-            page_bin = tl.minimum(held // tl.load(bin_pages + schedule), NUM_BINS - 1)
-            budget = tl.load(budget_table + schedule * NUM_BINS + page_bin)
-            budget = tl.minimum(budget, tl.load(request_options + request * 2 + 1))
-            if NUM_LAYERS == 1:
-                tl.store(num_selected + row, tl.minimum(held, budget))
-            else:
-                layer = tl.arange(0, LAYERS_PAD)
-                real = layer < NUM_LAYERS
-                weight = tl.load(weights + schedule * NUM_LAYERS + layer, mask=real, other=0.0)
-                # fp64 holds the product exactly, also that of any weight and a budget of NO_CAP.
-                share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
-                share = tl.minimum(tl.maximum(share, least_pages), held)
-                tl.store(
-                    num_selected + layer * selected_stride + row, share.to(tl.int32), mask=real
-                )
+            page_bin = tl.minimum(held // tl.load(bin_pages), NUM_BINS - 1)
+            cap = tl.load(caps + request)
+            budget = tl.minimum(tl.load(budget_table + page_bin), cap)
+            layer = tl.arange(0, LAYERS_PAD)
+            real = layer < NUM_LAYERS
+            weight = tl.load(weights + layer, mask=real, other=0.0)
+            # fp64 holds the product of an fp32 weight and a whole number exactly.
+            share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
+            share = tl.minimum(tl.maximum(share, least_pages), held)
+            share = tl.where(cap < 0, held, share.to(tl.int32))
+            tl.store(num_selected + layer * selected_stride + row, share, mask=real)
     pages = tl.minimum(held, table_width)
     if block * BLOCK < pages:
         index = block * BLOCK + tl.arange(0, BLOCK)
@@ -116,8 +112,7 @@ def snapshot_page_table(
         budgets: given together with `num_selected`; None where no page will be selected, as in a
             prefill.
         num_selected: [layers, bs] int32, as many layers as in `budgets.weights`; written: min(pages
-            held, budget of the length, cap of the request), weighted where there are several
-            layers.
+            held, weight * min(budget of the length, cap of the request)).
         least_pages: sinks and recent pages, which no weight goes below.
     """
     batch, layers = seq_lens.shape[0], 1
@@ -131,9 +126,9 @@ def snapshot_page_table(
     if (budgets is None) != (num_selected is None):
         raise ValueError("budgets and num_selected: expected both or neither")
     if num_selected is not None and budgets is not None:
-        layers = budgets.weights.shape[1]
+        layers = len(budgets.weights)
         check_tensor("num_selected", num_selected, (layers, batch), (torch.int32,))
-        check_tensor("options", budgets.options, (None, 2), (torch.int32,))
+        check_tensor("caps", budgets.caps, (None,), (torch.int32,))
     _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _BLOCK))](
         req_to_token,
         req_pool_indices,
@@ -147,7 +142,7 @@ def snapshot_page_table(
         0 if num_selected is None else num_selected.stride(0),
         least_pages,
         PAGE=page_size,
-        NUM_BINS=1 if budgets is None else budgets.table.shape[1],
+        NUM_BINS=1 if budgets is None else len(budgets.table),
         NUM_LAYERS=layers,
         LAYERS_PAD=triton.next_power_of_2(layers),
         WITH_BUDGETS=num_selected is not None,

@@ -54,7 +54,6 @@ def budgets(client: openai.OpenAI, model: str) -> None:
     options: list[dict[str, Any]] = [
         {},
         {"dense": True},
-        {"schedule": "smollm2-135m-0.75"},
         {"kv_budget_tokens": 128},
     ]
 
@@ -90,7 +89,7 @@ def wrong(client: openai.OpenAI, model: str) -> None:
         client.completions.create(
             model=model,
             prompt="The capital of France is",
-            extra_body={"custom_params": {"sparrow": {"schedule": "no-such"}}},
+            extra_body={"custom_params": {"sparrow": {"kv_budget_tokens": 100}}},
         )
     except openai.BadRequestError as error:
         print("refused:", error)

@@ -14,7 +14,7 @@ import torch
 
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.refusals import BACKEND
-from sparrow_sglang.plugin.server_args import resolve_schedules
+from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.buckets import NamedTensors, pack, serialized
@@ -66,8 +66,8 @@ class LocalEngine(RolloutEngine):
         self._loading = False
         self._schedule = DENSE
         if arguments.attention_backend == BACKEND:
-            loaded, _ = resolve_schedules(arguments, self._manager.model_config.hf_config)
-            self._schedule = loaded.active.name
+            active, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
+            self._schedule = active.name
 
     def stream(
         self,

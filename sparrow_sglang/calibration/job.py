@@ -23,7 +23,6 @@ from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
 from sparrow_sglang.calibration.samples import Sample, WorkFolder, plan_samples
 from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, tail_bin_tokens, whole_pages
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import device_name, provenance
@@ -220,9 +219,8 @@ def check_job(options: CalibrationOptions) -> Job:
     if len({schedule.name for schedule in schedules}) < len(schedules):
         raise CalibrationError(f"--check {' '.join(options.check)}: expected different names")
     # One engine serves them all in turn.
-    loaded = LoadedSchedules.of(schedules[:1])
     for schedule in schedules:
-        loaded.require_fit(schedule)
+        schedule.require_switch_from(schedules[0])
     page_size = schedules[0].page_size
     if len(options.target) > 1:
         raise CalibrationError(

@@ -51,7 +51,7 @@ commit.
 
   step      prefill and a whole decode step of SGLang, dense and sparse, for chosen batches and
             lengths; takes minutes per model and nearly all memory of the GPU
-  kernels   the kernels of one layer, compared with the memory bandwidth and with other libraries
+  kernels   the kernels of one layer, compared with the memory bandwidth
   rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense:
             seconds to the first token and to the last, tokens/s over time; takes minutes
 
@@ -64,7 +64,7 @@ examples:
   sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 1x32768
   sparrow bench step --backends sparrow,fa3,flashinfer --schedules fixed-1024
   sparrow bench rollout --sequences 64 --mean-tokens 8192
-  sparrow bench kernels --quick
+  sparrow bench kernels
 
 16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help lists the
 options of step; the other benchmarks have a --help, too.

@@ -164,7 +164,7 @@ def _check_platform() -> Check:
 
 
 def _check_model(argv: Sequence[str]) -> Iterator[Check]:
-    from sparrow_sglang.plugin.server_args import resolve_schedules
+    from sparrow_sglang.plugin.server_args import resolve_schedule
     from sparrow_sglang.plugin.server_log import start_up_line
 
     try:
@@ -192,10 +192,10 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     for problem in missing_files(server_args):
         yield Check("FAIL", "files", problem)
-    loaded, source = resolve_schedules(server_args, hf_config)
-    yield _check_kernels(server_args, model_config, loaded.active)
-    detail = start_up_line(loaded, source, hf_config)
-    if any(schedule.is_foreign(hf_config) for schedule in loaded.named):
+    schedule, source = resolve_schedule(server_args, hf_config)
+    yield _check_kernels(server_args, model_config, schedule)
+    detail = start_up_line(schedule, source, hf_config)
+    if schedule.is_foreign(hf_config):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:
         yield Check("ok", "schedule", detail)

@@ -145,13 +145,13 @@ def _explain_interrupts() -> None:
 
 
 def _announce_again(server_args: "ServerArgs") -> None:
-    from sparrow_sglang.plugin.server_args import resolve_schedules
+    from sparrow_sglang.plugin.server_args import resolve_schedule
     from sparrow_sglang.plugin.server_log import announce, start_up_line
 
     hf_config = read_model_config(server_args).hf_config
-    loaded, source = resolve_schedules(server_args, hf_config)
+    schedule, source = resolve_schedule(server_args, hf_config)
     url = f"http://{server_args.host}:{server_args.port}"
-    announce(f"ready on {url}, {start_up_line(loaded, source, hf_config)}")
+    announce(f"ready on {url}, {start_up_line(schedule, source, hf_config)}")
 
 
 def print_all_flags() -> None:

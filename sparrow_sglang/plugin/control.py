@@ -10,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
@@ -30,7 +27,7 @@ from sparrow_sglang.plugin.scheduler_calls import (
     rank_name,
     scheduler_rpc,
 )
-from sparrow_sglang.plugin.server_args import FIELD, resolve_schedules
+from sparrow_sglang.plugin.server_args import FIELD, resolve_schedule
 from sparrow_sglang.plugin.server_log import announce, describe
 from sparrow_sglang.plugin.state import (
     ServerState,
@@ -38,7 +35,7 @@ from sparrow_sglang.plugin.state import (
     require_server_state,
 )
 from sparrow_sglang.request_options import ATTRIBUTE
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import DENSE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import (
     FIXED_NAME,
     known_schedules,
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
 
 _CALL = "schedule"
 _CHECK = "landmarks"
-_LOADED = TypeAdapter(LoadedSchedules)
 
 
 def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
@@ -65,14 +61,14 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     server_args = manager.server_args
     if not uses_sparrow(server_args):
         return
-    loaded, _ = resolve_schedules(server_args, manager.model_config.hf_config)
+    active, _ = resolve_schedule(server_args, manager.model_config.hf_config)
     calls = (schedule, landmarks, pairs, adapter)
-    state = ServerState(loaded, {call.__name__: partial(call, manager) for call in calls})
+    state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
     state.lossless = is_lossless(server_args)
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
         log = None if folder is None else MismatchLog(Path(folder))
-        state.auditor = Auditor(manager, rate, loaded.active, log, state.released)
+        state.auditor = Auditor(manager, rate, active, log, state.released)
     setattr(manager, ATTRIBUTE, state)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is not None:
@@ -87,13 +83,13 @@ async def schedule(
     """Read the active schedule, or make another one active, while no request runs.
 
     Args:
-        schedule: the fields of a `BudgetSchedule`, the name of a loaded or shipped one, or
-            fixed-<tokens>; None to read only.
+        schedule: the fields of a `BudgetSchedule`, the name of a shipped one or of that with which
+            the server was started, fixed-<tokens>, or "dense"; None to read only.
         timeout_s: how long to wait for the running requests, while new ones wait; None for ever.
 
     Returns:
         `schedule`, the fields of the active schedule; `previous`, those of the one active before;
-        `loaded`, the names that requests may use.
+        `warning`, if the active one was calibrated for another model, else None.
 
     Raises:
         ScheduleError: the schedule is unknown, wrong or does not fit this server.
@@ -101,25 +97,24 @@ async def schedule(
             refused; all keep what they had.
         RanksDisagreeError: the schedulers hold different schedules.
     """
-    state = require_server_state(manager)
-    previous = state.loaded
+    state, hf_config = require_server_state(manager), manager.model_config.hf_config
+    previous = state.schedule
     if schedule is None:
         await _require_agreement(manager, previous)
-        return _answer(previous, previous)
+        return _answer(previous, previous, hf_config)
     whole = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (whole and 0 < timeout_s):
         raise ControlError(f"timeout_s={quoted(timeout_s)}: expected seconds, more than 0")
-    new = _schedule(schedule, previous, manager.model_config.hf_config)
     # Check before waiting for requests, so that a schedule that does not fit is refused at once.
-    previous.with_active(new)
+    new = _schedule(schedule, state.first, hf_config)
+    new.require_switch_from(state.first)
     async with idle(manager, "a switch of the schedule", timeout_s):
         # Another switch may have taken place while this one waited.
-        previous = state.loaded
-        loaded = previous.with_active(new)
-        await _switch_all(manager, previous, loaded)
-        state.switch(loaded)
-        report_config(manager, **{FIELD: ",".join(loaded.names)})
-    return _answer(loaded, previous)
+        previous = state.schedule
+        await _switch_all(manager, previous, new)
+        state.switch(new)
+        report_config(manager, **{FIELD: new.name})
+    return _answer(new, previous, hf_config)
 
 
 async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
@@ -137,17 +132,17 @@ async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
 
 
 async def _switch_all(
-    manager: "TokenizerManager", previous: LoadedSchedules, loaded: LoadedSchedules
+    manager: "TokenizerManager", previous: BudgetSchedule, new: BudgetSchedule
 ) -> None:
-    """Have every scheduler hold `loaded`, or all of them `previous`.
+    """Have every scheduler hold `new`, or all of them `previous`.
 
     Raises:
         ControlError: a scheduler refused, and all hold `previous`.
         RanksDisagreeError: some could not go back.
     """
     try:
-        await call_schedulers(manager, _CALL, _fields(loaded))
-        await _require_agreement(manager, loaded)
+        await call_schedulers(manager, _CALL, _fields(new))
+        await _require_agreement(manager, new)
     except ControlError as refusal:
         try:
             await call_schedulers(manager, _CALL, _fields(previous))
@@ -160,28 +155,26 @@ async def _switch_all(
         raise ControlError(f"the schedule was not switched: {refusal}") from None
 
 
-async def _require_agreement(manager: "TokenizerManager", expected: LoadedSchedules) -> None:
+async def _require_agreement(manager: "TokenizerManager", expected: BudgetSchedule) -> None:
     """Raise `RanksDisagreeError` unless every scheduler holds what requests are checked against."""
     held = await call_schedulers(manager, _CALL, {})
     if any(answer != _fields(expected) for answer in held.values()):
-        ranks = [f"{rank}: {answer['active']['name']}" for rank, answer in sorted(held.items())]
+        ranks = [f"{rank}: {answer['name']}" for rank, answer in sorted(held.items())]
         raise RanksDisagreeError(
             f"ranks hold different schedules ({'; '.join(ranks)}), expected"
-            f" {expected.active.name}: set a schedule again, or restart the server"
+            f" {expected.name}: set a schedule again, or restart the server"
         )
 
 
-def _answer(loaded: LoadedSchedules, previous: LoadedSchedules) -> dict[str, Any]:
-    return {
-        "schedule": loaded.active.model_dump(mode="json"),
-        "previous": previous.active.model_dump(mode="json"),
-        "loaded": list(loaded.names),
-    }
+def _answer(active: BudgetSchedule, previous: BudgetSchedule, hf_config: Any) -> dict[str, Any]:
+    warning = None
+    if active.is_foreign(hf_config):
+        warning = f"schedule {active.name} is {active.calibration(hf_config)}"
+    return {"schedule": _fields(active), "previous": _fields(previous), "warning": warning}
 
 
-def _fields(loaded: LoadedSchedules) -> dict[str, Any]:
-    fields: dict[str, Any] = _LOADED.dump_python(loaded, mode="json")
-    return fields
+def _fields(schedule: BudgetSchedule) -> dict[str, Any]:
+    return schedule.model_dump(mode="json")
 
 
 @scheduler_rpc(_CHECK)
@@ -194,29 +187,27 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 @scheduler_rpc(_CALL)
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    """In a scheduler: load the schedules of the message, if it has any; return those loaded."""
+    """In a scheduler: load the schedule of the message, if it has one; return the active one."""
     budgets = require_scheduler_state().budgets
-    if fields:
-        loaded = _LOADED.validate_python(fields)
-        if loaded != budgets.loaded:
-            _load(scheduler, loaded)
-    return _fields(budgets.loaded)
+    if fields and (schedule := BudgetSchedule(**fields)) != budgets.schedule:
+        _load(scheduler, schedule)
+    return _fields(budgets.schedule)
 
 
-def _load(scheduler: "Scheduler", loaded: LoadedSchedules) -> None:
+def _load(scheduler: "Scheduler", schedule: BudgetSchedule) -> None:
     budgets = require_scheduler_state().budgets
-    previous = budgets.loaded.active
+    previous = budgets.schedule
     # Requests that a pause has retracted count, too: they would keep their old schedule.
     if not scheduler.is_fully_idle():
         raise ControlError("requests are running")
-    budgets.load(loaded)
+    budgets.load(schedule)
     announce(
         f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
-        f" {describe(loaded.active, 'set_schedule', scheduler.model_config.hf_config)}"
+        f" {describe(schedule, 'set_schedule', scheduler.model_config.hf_config)}"
     )
 
 
-def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetSchedule:
+def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
     """The schedule that the call gives or names, fitted to the model that is served."""
     if isinstance(schedule, Mapping):
         given = BudgetSchedule(**schedule).for_model(hf_config)
@@ -227,15 +218,17 @@ def _schedule(schedule: Any, loaded: LoadedSchedules, hf_config: Any) -> BudgetS
                 " another name, or the name alone"
             )
         return given
-    if schedule in loaded.names:
-        return loaded.get(schedule)
+    if schedule == DENSE:
+        return first.as_dense()
+    if schedule == first.name:
+        return first
     if isinstance(schedule, str) and (
         FIXED_NAME.fullmatch(schedule) or schedule in known_schedules()
     ):
-        return load_schedule(schedule, loaded.active.page_size).for_model(hf_config)
+        return load_schedule(schedule, first.page_size).for_model(hf_config)
     nearest = nearest_first(str(schedule), known_schedules())[:5]
     raise ScheduleError(
         f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
-        f" schedule as a JSON object, fixed-<tokens>, or a loaded or shipped one, such as"
-        f" {', '.join(dict.fromkeys([*loaded.names, *nearest]))}"
+        f" schedule as a JSON object, {DENSE!r}, fixed-<tokens>, {first.name}, with which the"
+        f" server was started, or a shipped name, such as {', '.join(nearest)}"
     )

@@ -106,8 +106,8 @@ def _records() -> bool:
 @functools.cache
 def _the_record(hidden_size: int, dtype: Any) -> "StepRecord":
     """The record of this scheduler, made at its first step."""
-    options = require_scheduler_state().budgets.tensors.options
-    return StepRecord(*_size(), options.shape[0], hidden_size, dtype, options.device)
+    caps = require_scheduler_state().budgets.tensors.caps
+    return StepRecord(*_size(), len(caps), hidden_size, dtype, caps.device)
 
 
 def _place(request: Any, key: str) -> Place | None:

@@ -77,8 +77,8 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     view, model_config = resolved(runner.server_args), runner.model_config
     refuse(server_problems(view))
     refuse(model_problems(model_config))
-    loaded, source = server_args.resolve_schedules(runner.server_args, model_config.hf_config)
-    refuse(device_problems(view, model_config, loaded.active))
+    schedule, source = server_args.resolve_schedule(runner.server_args, model_config.hf_config)
+    refuse(device_problems(view, model_config, schedule))
     refuse(runner_problems(runner))
     place = ranks(runner)
     if place.tp_rank == place.pp_rank == 0 and not place.dp_rank:
@@ -87,13 +87,13 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
                 f"SGLang {installed_version()} has not been tested with; all"
                 f" {len(PROCESS.hooks)} hooks fit into it"
             )
-        line = start_up_line(loaded, source, model_config.hf_config)
+        line = start_up_line(schedule, source, model_config.hf_config)
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
         announce(line)
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
-    backend = SparrowAttnBackend(runner, loaded)
+    backend = SparrowAttnBackend(runner, schedule)
     PROCESS.scheduler = SchedulerState(
         backend.budgets,
         backend.decode_guard,

@@ -73,7 +73,7 @@ def check_request(
     if state is None:
         return
     request_state(given).option = RequestOption.read(
-        request.sampling_params.custom_params, state.loaded
+        request.sampling_params.custom_params, state.schedule
     )
     if state.released:
         raise RequestError(

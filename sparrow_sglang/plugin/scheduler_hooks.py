@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.hf_config import num_layers_of
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
-from sparrow_sglang.plugin.server_args import resolve_schedules
+from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import resolved, rows_of_graphs
 
@@ -172,8 +173,7 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
 
     from sparrow_sglang.attention_backends.landmarks import landmark_dtype
 
-    loaded, _ = resolve_schedules(kvc.server_args, kvc.model_config.hf_config)
-    schedule = loaded.active
+    schedule, _ = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
     layers = set(sglang_versions.layer_range(kvc)).difference(schedule.dense_layers)
     heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
     of_page = schedule.selection.landmark_bytes(
@@ -211,11 +211,13 @@ def reserve_decode_buffers(
     if server_args.max_running_requests is not None:
         requests = server_args.max_running_requests // parallel.attn_dp_size
         rows = min(rows, rows_of_graphs(server_args, requests))
-    loaded, _ = resolve_schedules(server_args, kvc.model_config.hf_config)
+    hf_config = kvc.model_config.hf_config
+    schedule, _ = resolve_schedule(server_args, hf_config)
     shape = DecodeShape.of_model(
-        loaded.active, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype
+        schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype
     )
-    return available_bytes - buffer_bytes(shape, rows, torch.device("cuda", kvc.gpu_id))
+    device = torch.device("cuda", kvc.gpu_id)
+    return available_bytes - buffer_bytes(shape, rows, num_layers_of(hf_config), device)
 
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:

@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
-from sparrow_sglang.config import AUTO, named_schedules
-from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.config import AUTO, named_schedule
 from sparrow_sglang.plugin.adapter_checks import check_folders
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
@@ -31,7 +30,7 @@ from sparrow_sglang.plugin.refusals import (
     uses_sparrow,
 )
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 from sparrow_sglang.sglang_arguments import (
     ServerField,
@@ -63,9 +62,7 @@ FIELDS = {
         str | None,
         None,
         "KV budget schedule of the attention backend 'sparrow': a shipped name, a path to a .json"
-        " file, or fixed-<tokens>. Several may be given, separated by commas: the first is active,"
-        " and the others are loaded for requests that ask for them. Default: the shipped schedule"
-        " that fits the model.",
+        " file, or fixed-<tokens>. Default: the shipped schedule that fits the model.",
     ),
     DENSE_FIELD: ServerField(
         str | None,
@@ -89,19 +86,19 @@ FIELDS = {
 logger = logging.getLogger(__name__)
 
 
-def resolve_schedules(server_args: "ServerArgs", hf_config: Any) -> tuple[LoadedSchedules, str]:
-    """The schedules to load, the first of them active, and where they come from.
+def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetSchedule, str]:
+    """The schedule with which a server starts, and where it is named.
 
     Raises:
         ConfigError, ScheduleError: nothing usable is configured; both are ValueErrors.
     """
-    names, source = named_schedules(getattr(server_args, FIELD))
+    name, source = named_schedule(getattr(server_args, FIELD))
     page_size = resolved(server_args).page_size
-    schedules = [
-        schedule_for_model(hf_config, page_size) if name == AUTO else load_schedule(name, page_size)
-        for name in names
-    ]
-    return LoadedSchedules.of([schedule.for_model(hf_config) for schedule in schedules]), source
+    if name == AUTO:
+        schedule = schedule_for_model(hf_config, page_size)
+    else:
+        schedule = load_schedule(name, page_size)
+    return schedule.for_model(hf_config), source
 
 
 def engine_arguments(text: str) -> dict[str, Any]:
@@ -299,8 +296,8 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     model_config = model_config_if_read(server_args)
     if model_config is not None:
         refuse(rank_problems(view, model_config))
-        loaded, _ = resolve_schedules(server_args, model_config.hf_config)
-        refuse(device_problems(view, model_config, loaded.active))
+        schedule, _ = resolve_schedule(server_args, model_config.hf_config)
+        refuse(device_problems(view, model_config, schedule))
 
 
 def _require_plugin() -> None:

@@ -5,7 +5,6 @@ import sys
 from typing import Any
 
 from sparrow_sglang.hf_config import linear_layers, num_layers_of, window_layers
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
@@ -44,6 +43,8 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
 
     `source` says where the schedule comes from; `hf_config` is the served model's config.
     """
+    if schedule.is_dense:
+        return f"schedule {schedule.name}, from {source}: every step reads everything"
     budgets, rule = schedule.budget_tokens, schedule.selection
     selection = "" if rule == SelectionRule() else f", {rule}"
     kinds = {
@@ -62,14 +63,6 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
     )
 
 
-def start_up_line(loaded: LoadedSchedules, source: str, hf_config: Any) -> str:
-    """The active schedule, its source and the model it was calibrated for, in one line."""
-    others = [
-        f"{other.name} ({other.calibration(hf_config)})"
-        if other.is_foreign(hf_config)
-        else other.name
-        for other in loaded.named
-        if other is not loaded.active
-    ]
-    also = f"; also loaded: {', '.join(others)}" if others else ""
-    return f"sparse decode with {describe(loaded.active, source, hf_config)}{also}"
+def start_up_line(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
+    """The schedule, its source and the model it was calibrated for, in one line."""
+    return f"sparse decode with {describe(schedule, source, hf_config)}"

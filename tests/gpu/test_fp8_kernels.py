@@ -32,7 +32,6 @@ from sparrow_sglang.attention_backends.landmarks import (
     kept_pairs,
 )
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
 
 SCALES = (0.5, 1.7)
@@ -145,7 +144,7 @@ def test_a_captured_step_follows_lengths_and_the_definition(
     k, v = (pool.to(device, BF16).to(FP8) for pool in (host.k, host.v))
     q = host.q.to(device, BF16)
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
-    budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
+    budgets = BudgetTable(schedule, 2, len(table), device)
     step = TritonPagedDecode(budgets, table, DecodeShape.of(schedule, 4, 2, 64, 1024, k.itemsize))
     pairs = kept_pairs(rule, 0, range(2), 64, device)
     landmarks = allocate_landmarks(len(k) // 16, 16, 2, 64, pairs, FP8, device)

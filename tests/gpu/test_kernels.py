@@ -33,7 +33,11 @@ from sparrow_sglang.attention_backends.kernels.decode import (
     DecodeLaunch,
     decode_launch,
 )
-from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, snapshot_page_table
+from sparrow_sglang.attention_backends.kernels.page_table import (
+    EVERY_PAGE,
+    NO_CAP,
+    snapshot_page_table,
+)
 from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,
     allocate_select_scratch,
@@ -42,7 +46,6 @@ from sparrow_sglang.attention_backends.kernels.select import (
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,16 +138,10 @@ def test_selection_is_the_definition(
     launch: SelectLaunch,
 ) -> None:
     step = Step(device, lengths, heads, head_dim, page_size, dtype, seed=len(lengths))
-    # Two schedules of three bins each, the last bin without an end; rows alternate between them.
-    tables = [[8, 12, 13], [10, 10, 30]]
-    ids = [row % 2 for row in range(len(lengths))]
-    budgets = budgets_of(step, tables, [20, 15], [(which, NO_CAP) for which in ids])
-    page_ids, counts = step.select(budgets, 33, launch)
-    expected = [
-        tables[which][min(pages // (20, 15)[which], 2)]
-        for which, pages in zip(ids, step.pages, strict=True)
-    ]
-    assert_selected(step, page_ids, counts, expected)
+    # The last of the three bins has no end.
+    table = [8, 12, 30]
+    page_ids, counts = step.select(budgets_of(step, table, 20), 33, launch)
+    assert_selected(step, page_ids, counts, [table[min(pages // 20, 2)] for pages in step.pages])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -158,21 +155,19 @@ def test_other_pages_that_are_always_kept(device: str, sink_pages: int, recent_p
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_row_reads_what_its_request_asked_for(device: str) -> None:
-    """Two schedules, a cap below and one above the schedule's budget, and a dense row, in a batch
-    where two programs share each row; requests are in another order than rows."""
+    """A cap below and one above the schedule's budget, and a dense row, in a batch where two
+    programs share each row; requests are in another order than rows."""
     lengths = [900, 901, 640, 1000, 1500]
     step = Step(device, lengths, seed=9)
-    table = [[8, 12, 13], [10, 10, 30], [NO_CAP] * 3]
-    by_row = [(0, NO_CAP), (1, NO_CAP), (0, 5), (1, 11), (2, NO_CAP)]
     requests = torch.tensor([6, 0, 3, 5, 1], device=device)
-    options = [(2, 1)] * 7
-    for request, option in zip(requests.tolist(), by_row, strict=True):
-        options[request] = option
-    budgets = budgets_of(step, table, [20, 15, 1], options)
+    caps = [4] * 7
+    for request, cap in zip(requests.tolist(), [NO_CAP, 30, 5, 11, EVERY_PAGE], strict=True):
+        caps[request] = cap
+    budgets = budgets_of(step, [8, 12, 13], 20, caps)
     launch = SelectLaunch(2, 8)
     page_ids, counts = step.select(budgets, max(step.pages), launch, requests=requests)
-    # All rows hold 40 pages or more, so they are in the last bin of either schedule.
-    expected = [13, 30, 5, 11, step.pages[4]]
+    # All rows hold 40 pages or more, so they are in the last bin.
+    expected = [13, 13, 5, 11, step.pages[4]]
     assert_selected(step, page_ids, counts, expected)
     out = step.decode(page_ids, counts, DecodeLaunch(2, 32))
     assert relative_error(out, step.attend(page_ids, counts)) <= 5e-3
@@ -438,7 +433,7 @@ def test_a_batch_beyond_the_buffers_runs_in_slices(device: str) -> None:
     host = Pool(lengths, (4, 2), head_dim, 16, seed=head_dim)
     k, v, q = (tensor.to(device, FP16) for tensor in (host.k, host.v, host.q))
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
-    budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
+    budgets = BudgetTable(schedule, 2, len(table), device)
     shape = DecodeShape.of(schedule, 4, 2, head_dim, 1024)
     steps = [TritonPagedDecode(budgets, table, shape) for _ in range(2)]
     outputs = []

@@ -18,7 +18,6 @@ from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = [
@@ -38,7 +37,7 @@ SCHEDULE = BudgetSchedule(
     page_size=PAGE,
     bin_tokens=40 * PAGE,
     budget_tokens=tuple(pages * PAGE for pages in (16, 24, 24, 48)),
-    calibrated=False,
+    dense_layers=(),
 )
 
 
@@ -58,7 +57,7 @@ class Requests:
         self.free = list(range(1, POOL_PAGES))
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
-        budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), ROWS + 1, DEVICE)
+        budgets = BudgetTable(SCHEDULE, 2, ROWS + 1, DEVICE)
         shape = DecodeShape.of(SCHEDULE, self.num_q_heads, self.num_kv_heads, head_dim, width)
         self.step = TritonPagedDecode(budgets, self.req_to_token, shape)
         self.step.reserve(ROWS)

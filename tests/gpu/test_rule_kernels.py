@@ -18,6 +18,7 @@ from kernel_step import (
     RECENTS,
     SINKS,
     Step,
+    budgets_of,
     fixed_budget,
     relative_error,
     rounding_of_a_gpu,  # noqa: F401
@@ -27,7 +28,7 @@ from pools import Pool, chosen_pairs, make_schedule
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import landmark
-from sparrow_sglang.attention_backends.kernels.page_table import NO_CAP, Budgets
+from sparrow_sglang.attention_backends.kernels.page_table import EVERY_PAGE, NO_CAP
 from sparrow_sglang.attention_backends.kernels.select import SelectLaunch
 from sparrow_sglang.attention_backends.landmarks import (
     Int4Landmarks,
@@ -37,7 +38,6 @@ from sparrow_sglang.attention_backends.landmarks import (
 )
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 
 
@@ -250,24 +250,18 @@ def test_a_small_channel_beside_a_large_one_counts(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_layer_reads_its_share(device: str) -> None:
-    """Layer weights of two schedules, a cap, a row that keeps all pages, and a padding row."""
-    lengths = [900, 901, 640, 1000, 1]
+    """Layer weights, a cap, a row that keeps all pages, and a padding row."""
+    lengths = [900, 640, 1000, 1]
     step = Step(device, lengths, seed=9)
-    table, least = [[8, 12, 13], [10, 10, 30], [NO_CAP] * 3], SINKS + RECENTS
-    weights = [[1.0, 0.0, 1.7, 0.115384616], [0.55, 1.45, 3.0, 0.05], [1.0] * 4]
-    options = [(0, NO_CAP), (1, NO_CAP), (1, 11), (2, NO_CAP), (0, NO_CAP)]
-    tensors = (
-        torch.tensor(values, dtype=torch.int32, device=device)
-        for values in (table, [20, 15, 1], options)
-    )
-    budgets = Budgets(*tensors, torch.tensor(weights, device=device))
+    weights = (1.0, 0.0, 1.7, 0.115384616)
+    budgets = budgets_of(step, [8, 12, 13], 20, [NO_CAP, 11, EVERY_PAGE, NO_CAP], weights)
     counts = step.snapshot(budgets)
-    budget = [13, 30, 11, NO_CAP, 8]
-    for layer in range(4):
+    for layer, weight in enumerate(weights):
         want = [
-            min(pages, layer_budget(most, weights[slot][layer], least))
-            for pages, most, (slot, _) in zip(step.pages, budget, options, strict=True)
+            min(pages, layer_budget(most, weight, SINKS + RECENTS))
+            for pages, most in zip(step.pages, [13, 11, 10**6, 8], strict=True)
         ]
+        want[2] = step.pages[2]
         assert counts[layer].tolist() == want
 
 
@@ -291,7 +285,7 @@ def test_the_whole_step_is_that_of_the_torch_path(device: str) -> None:
     host = Pool(lengths, (4, 2), 64, 16, seed=3)
     k, v, q = (tensor.to(device, FP16) for tensor in (host.k, host.v, host.q))
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
-    budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
+    budgets = BudgetTable(schedule, 2, len(table), device)
     shape = DecodeShape.of(schedule, 4, 2, 64, 256)
     outputs = []
     for reserved in (3, 2, None):
@@ -307,7 +301,7 @@ def test_the_whole_step_is_that_of_the_torch_path(device: str) -> None:
         outputs.append(
             [step.decode(q, k, v, landmarks[layer], layer, 64**-0.5) for layer in (0, 1)]
         )
-        outputs[-1].append(step.decode_dense(q, k, v, 64**-0.5))
+        outputs[-1].append(step.decode(q, k, v, None, 1, 64**-0.5))
     for layer in (0, 1, 2):
         assert relative_error(outputs[0][layer], outputs[2][layer]) <= 2e-3
         assert relative_error(outputs[1][layer], outputs[2][layer]) <= 2e-3
@@ -325,7 +319,7 @@ def test_a_graph_replay_equals_the_eager_step(device: str) -> None:
     host = Pool([700, 333, 640, 16], (4, 2), 64, 16, seed=3)
     k, v, q = (tensor.to(device, BF16) for tensor in (host.k, host.v, host.q))
     table, rows, seq_lens = (t.to(device) for t in (host.req_to_token, host.rows, host.lengths))
-    budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), device)
+    budgets = BudgetTable(schedule, 2, len(table), device)
     step = TritonPagedDecode(budgets, table, DecodeShape.of(schedule, 4, 2, 64, 1024))
     landmarks = landmarks_of_layers(k, rule)
     step.reserve(4)

@@ -10,7 +10,6 @@ from sparrow_sglang.attention_backends.dense_side import PlanGuard
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +35,7 @@ class DevicePool:
         )
 
     def step(self, max_batch: int = 16) -> TritonPagedDecode:
-        budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(self.req_to_token), "cuda")
+        budgets = BudgetTable(SCHEDULE, 2, len(self.req_to_token), "cuda")
         shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, 8192)
         step = TritonPagedDecode(budgets, self.req_to_token, shape)
         step.reserve(max_batch)
@@ -62,7 +61,7 @@ def test_step_agrees_with_the_reference_in_fp32(pool):
     step.plan_decode(pool.rows, pool.lengths, pool.lengths_cpu)
     out = pool.decode(step)
     pages = PageTable.read(pool.req_to_token, pool.rows, pool.lengths, max(LENGTHS), PAGE)
-    budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(pool.req_to_token), "cuda")
+    budgets = BudgetTable(SCHEDULE, 2, len(pool.req_to_token), "cuda")
     num_selected = budgets.num_selected(pages.num_pages, pool.rows)[0]
     scores = reference.score_pages(pool.q, pool.landmarks, pages.physical)
     selected = reference.select_pages(scores, pages.num_pages, num_selected, 1, 2)

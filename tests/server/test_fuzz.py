@@ -24,7 +24,6 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
@@ -63,11 +62,11 @@ FULL_SCHEDULE = SCHEDULE | {
     "model_match": {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096},
     "provenance": {"date": "today", "bins": [1, 2.5, None]},
 }
-LOADED = LoadedSchedules.of([BudgetSchedule.fixed(64), BudgetSchedule.fixed(96)])
+ACTIVE = BudgetSchedule.fixed(64)
 OPTIONS: list[dict[str, Any]] = [
     {"dense": True},
     {"dense": False, "report": True},
-    {"schedule": "fixed-96", "report": False},
+    {"kv_budget_tokens": 96, "report": False},
     {"kv_budget_tokens": 80},
     {"kv_budget_tokens": 48, "report": True},
 ]
@@ -164,14 +163,14 @@ def _toml(value: Any) -> str:
 def request_option(draw: random.Random, folder: Path) -> str | None:
     given = odd_option(draw)
     try:
-        RequestOption.read({"sparrow": given}, LOADED)
+        RequestOption.read({"sparrow": given}, ACTIVE)
     except RequestError as error:
         return complaint(str(error))
     return None
 
 
 def odd_option(draw: random.Random) -> Any:
-    known = ["dense", "schedule", "kv_budget_tokens", "report"]
+    known = ["dense", "kv_budget_tokens", "report"]
     return odd_value(draw) if draw.random() < 0.15 else changed(draw, draw.choice(OPTIONS), known)
 
 
@@ -320,7 +319,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             skip_tokenizer_init=False,
             grammar_backend="none",
             attention_backend="sparrow",
-            sparrow_schedule="fixed-64,fixed-96",
+            sparrow_schedule="fixed-64",
             served_model_name="tiny",
             enable_lora=True,
             max_lora_rank=8,

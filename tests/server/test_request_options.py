@@ -5,25 +5,18 @@ import torch
 from contract import budget_pages
 from engines import flush, start_engine
 
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.schedule import BudgetSchedule
 
 PAGE = 16
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 
 
-def schedule(name: str, *pages: int, **fields) -> BudgetSchedule:
-    budgets = tuple(count * PAGE for count in pages)
-    return BudgetSchedule(
-        **{"name": name, "page_size": PAGE, "bin_tokens": 64, "budget_tokens": budgets} | fields
-    )
-
-
-A, B = schedule("a", 4, 5, 5, 7), schedule("b", 6, 6, 8)
-LOADED = LoadedSchedules.of([A, B])
+A = BudgetSchedule(
+    name="a", page_size=PAGE, bin_tokens=64, budget_tokens=tuple(PAGE * n for n in (4, 5, 5, 7))
+)
 # Budgets of A under a cap of 80 tokens, which binds in its last bin only.
-CAPPED = schedule("capped", 4, 5, 5, 5)
-OPTIONS = [None, {"dense": True}, {"schedule": "b"}, {"kv_budget_tokens": 80}, {"dense": False}]
+CAPPED = A.model_copy(update={"budget_tokens": (64, 80, 80, 80)})
+OPTIONS = [None, {"dense": True}, {"kv_budget_tokens": 80}, {"dense": False}]
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -38,15 +31,11 @@ def sampling(option, new_tokens: int) -> dict:
 
 @pytest.fixture(scope="module")
 def engine(sharp_llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("schedules")
-    paths = []
-    for one in (A, B):
-        paths.append(str(folder / f"{one.name}.json"))
-        one.save(paths[-1])
+    A.save(path := tmp_path_factory.mktemp("schedules") / "a.json")
     with start_engine(
         sharp_llama,
         attention_backend="sparrow",
-        sparrow_schedule=",".join(paths),
+        sparrow_schedule=str(path),
         chunked_prefill_size=64,
     ) as engine:
         yield engine
@@ -66,7 +55,7 @@ def test_a_row_of_the_token_table_forgets_its_last_request(engine):
     """Rows are given to one request after the other; the last one here has no option."""
     prompt = tokens(7, 170)
     plain = [generate(engine, [prompt], [None], [24])[0] for _ in range(2)]
-    for option in OPTIONS[1:4]:
+    for option in OPTIONS[1:3]:
         generate(engine, [prompt] * 8, [option] * 8, [4] * 8)
         [(ids, got)] = generate(engine, [prompt], [None], [24])
         assert ids == plain[0][0]
@@ -93,13 +82,13 @@ def test_sparse_kv_stays_private_under_every_option(engine):
 
 def test_answers_say_what_was_read_to_those_who_ask(engine):
     """Against the contract's budgets, step by step: 40 tokens after 70 and after 150."""
-    asked = [option | {"report": True} for option in ({}, *OPTIONS[1:4])] + [None]
+    asked = [option | {"report": True} for option in ({}, *OPTIONS[1:3])] + [None]
     lengths = (70, 150)
     outputs = engine.generate(
         input_ids=[tokens(1, length) for length in lengths for _ in asked],
         sampling_params=[sampling(option, 40) for _ in lengths for option in asked],
     )
-    rules = [A, None, B, CAPPED]
+    rules = [A, None, CAPPED]
     for place, length in enumerate(lengths):
         answers = outputs[place * len(asked) : (place + 1) * len(asked)]
         steps = range(length + 1, length + 40)
@@ -109,11 +98,11 @@ def test_answers_say_what_was_read_to_those_who_ask(engine):
             assert usage["decode_steps"] == len(steps)
             assert usage["kv_tokens_cached_last"] == steps[-1]
             assert usage["kv_tokens_read_last"] == read[-1]
-            assert usage["kv_tokens_cached_mean"] == pytest.approx(sum(steps) / len(steps))
-            assert usage["kv_tokens_read_mean"] == pytest.approx(sum(read) / len(read))
-        named = [output["meta_info"]["sparrow"]["schedule"] for output in answers[:4]]
-        assert named == ["a", None, "b", "a"]
-        assert "sparrow" not in answers[4]["meta_info"]
+            assert usage["kv_tokens_cached_mean"] == round(sum(steps) / len(steps), 1)
+            assert usage["kv_tokens_read_mean"] == round(sum(read) / len(read), 1)
+        named = [output["meta_info"]["sparrow"]["schedule"] for output in answers[:3]]
+        assert named == ["a", None, "a"]
+        assert "sparrow" not in answers[3]["meta_info"]
 
 
 def left_out(rule: BudgetSchedule, length: int) -> int:

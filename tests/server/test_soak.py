@@ -26,7 +26,7 @@ SECONDS = float(os.environ.get("SPARROW_SOAK_S", "3"))
 WARM_S = 1.0
 GROWTH = 0.05
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-OPTIONS = (None, {"dense": True}, {"schedule": "fixed-96"}, {"kv_budget_tokens": 48})
+OPTIONS = (None, {"dense": True}, {"kv_budget_tokens": 48})
 # No token id, and more log-probs than there are tokens.
 TOO_LARGE = 100_000
 # The longest time that a client waits before it leaves or aborts.
@@ -238,7 +238,7 @@ def test_soak(tmp_path):
         skip_tokenizer_init=False,
         grammar_backend="none",
         attention_backend="sparrow",
-        sparrow_schedule="fixed-64,fixed-96",
+        sparrow_schedule="fixed-64",
         served_model_name="tiny",
         max_running_requests=64,
         max_total_tokens=16384,

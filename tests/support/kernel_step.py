@@ -193,7 +193,7 @@ class Step:
             requests = torch.arange(batch, device=device)
         req_to_token = slots.new_full((int(requests.max()) + 1, slots[0].numel()), POISON)
         req_to_token[requests] = slots.flatten(1)
-        layers = budgets.weights.shape[1]
+        layers = len(budgets.weights)
         counts = torch.full((layers, batch), POISON, dtype=torch.int32, device=device)
         copied = self.page_table.clone()
         snapshot_page_table(
@@ -287,18 +287,22 @@ class Step:
 
 
 def fixed_budget(step: Step, pages: int) -> Budgets:
-    """One schedule with one bin."""
-    return budgets_of(step, [[pages]], [1000], [(0, NO_CAP)] * len(step.lengths))
+    """One bin for all lengths."""
+    return budgets_of(step, [pages], 1000)
 
 
 def budgets_of(
-    step: Step, table: list[list[int]], bin_pages: list[int], options: list[tuple[int, int]]
+    step: Step,
+    table: list[int],
+    bin_pages: int,
+    caps: list[int] | None = None,
+    weights: tuple[float, ...] = (1.0,),
 ) -> Budgets:
     tensors = (
         torch.tensor(values, dtype=torch.int32, device=step.q.device)
-        for values in (table, bin_pages, options)
+        for values in (table, [bin_pages], caps or [NO_CAP] * len(step.lengths))
     )
-    return Budgets(*tensors, torch.ones(len(table), 1, device=step.q.device))
+    return Budgets(*tensors, torch.tensor(weights, device=step.q.device))
 
 
 def assert_selected(

@@ -12,7 +12,7 @@ def make_schedule(page_size: int, bin_pages: int, budgets: list[int]) -> BudgetS
         page_size=page_size,
         bin_tokens=bin_pages * page_size,
         budget_tokens=tuple(pages * page_size for pages in budgets),
-        calibrated=False,
+        dense_layers=(),
     )
 
 

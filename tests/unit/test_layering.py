@@ -39,7 +39,7 @@ LAYERS = [
         "sglang_versions",
         "validation",
     },
-    {"config", "loaded_schedules", "request_options"},
+    {"config", "request_options"},
     {"mismatch", "planning"},
     {"attention_backends"},
     {"plugin"},

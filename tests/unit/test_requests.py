@@ -1,11 +1,11 @@
 """What a request is told it read, against a loop over its steps by the contract's own budgets."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from contract import budget_pages
 
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin.state import SchedulerState
 from sparrow_sglang.request_options import KvUsage, RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
@@ -38,20 +38,26 @@ def test_means_and_last_step(schedule, cap):
     for prompt, generated in [(1, 400), (63, 2), (64, 30), (500, 90)]:
         lengths = range(prompt + 1, prompt + generated)
         read = steps_read(schedule, cap, lengths)
-        assert RequestOption(schedule, cap).usage(prompt, generated) == KvUsage(
+        budget = budget_pages(lengths[-1], 16, schedule.bin_tokens, schedule.budget_tokens) * 16
+        usage = RequestOption(schedule, cap).usage(prompt, generated)
+        assert replace(usage, note=None) == KvUsage(
             schedule=schedule.name,
             kv_budget_tokens=cap,
             decode_steps=generated - 1,
-            kv_tokens_cached_mean=pytest.approx(sum(lengths) / len(lengths)),
-            kv_tokens_read_mean=pytest.approx(sum(read) / len(read)),
+            kv_tokens_cached_mean=round(sum(lengths) / len(lengths), 1),
+            kv_tokens_read_mean=round(sum(read) / len(read), 1),
             kv_tokens_cached_last=lengths[-1],
             kv_tokens_read_last=read[-1],
+            kv_budget_last=budget if cap is None else min(budget, cap),
         )
+        assert (usage.note is None) == (usage.kv_tokens_read_last == usage.kv_budget_last)
 
 
-def test_dense_reads_what_it_holds():
-    usage = RequestOption(None).usage(900, 101)
-    assert usage.schedule is None
+@pytest.mark.parametrize("schedule", [None, GROWING.as_dense()])
+def test_dense_reads_what_it_holds(schedule: BudgetSchedule | None):
+    usage = RequestOption(schedule).usage(900, 101)
+    assert usage.schedule == (None if schedule is None else "dense")
+    assert usage.kv_budget_last is usage.note is None
     assert usage.kv_tokens_read_mean == usage.kv_tokens_cached_mean == 950.5
     assert usage.kv_tokens_read_last == usage.kv_tokens_cached_last == 1000
 
@@ -63,14 +69,13 @@ def test_without_a_decode_step(generated):
 
 def test_a_scheduler_reads_an_option_once_and_forgets_it_with_its_request(monkeypatch):
     class Req:
-        sampling_params = SimpleNamespace(custom_params={"sparrow": {"schedule": "other"}})
+        sampling_params = SimpleNamespace(custom_params={"sparrow": {"kv_budget_tokens": 64}})
 
-    loaded = LoadedSchedules.of([GROWING, OTHER])
-    state = SchedulerState(SimpleNamespace(loaded=loaded))
+    state = SchedulerState(SimpleNamespace(schedule=GROWING))
     request = Req()
-    assert state.option(request) == RequestOption(OTHER)
+    assert state.option(request) == RequestOption(GROWING, 64)
     monkeypatch.setattr(RequestOption, "read", None)
-    assert state.option(request) == RequestOption(OTHER)
+    assert state.option(request) == RequestOption(GROWING, 64)
     del request
     assert len(state._options) == 0
 
@@ -79,5 +84,22 @@ def test_a_scheduler_goes_on_where_an_option_cannot_be_read():
     class Req:
         sampling_params = SimpleNamespace(custom_params={"sparrow": {"schedule": "gone"}})
 
-    state = SchedulerState(SimpleNamespace(loaded=LoadedSchedules.of([GROWING])))
+    state = SchedulerState(SimpleNamespace(schedule=GROWING))
     assert state.option(Req()) == RequestOption(GROWING)
+
+
+def test_a_report_says_why_the_budget_was_not_met():
+    """Layers that share a budget of 768 of 768 tokens unevenly leave out 8 on average."""
+    rule = {"landmark_tokens": 4, "landmark_bits": 4, "group_score": "best_head"}
+    uneven = BudgetSchedule(
+        **GROWING.model_dump()
+        | {
+            "name": "uneven",
+            "budget_tokens": (768,),
+            "dense_layers": (),
+            "selection": rule | {"layer_weights": (47 / 48, 49 / 48)},
+        }
+    )
+    usage = RequestOption(uneven).usage(700, 69)
+    read = usage.kv_tokens_read_last, usage.kv_tokens_cached_last, usage.kv_budget_last
+    assert read == (760, 768, 768) and "layers" in usage.note

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import chosen_pairs
 
-from sparrow_sglang.attention_backends.metadata import NUM_SLOTS, BudgetTable
-from sparrow_sglang.loaded_schedules import LoadedSchedules
+from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.plugin.server_log import describe
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
@@ -200,32 +199,27 @@ def test_layers_read_by_their_weights_and_figures_are_their_mean(
     assert first == (lengths[left_out.argmax()] if left_out.any() else first)
 
 
-def test_the_device_counts_pages_as_the_schedule_does_for_every_layer_slot_and_cap() -> None:
+def test_the_device_counts_pages_as_the_schedule_does_for_every_layer_and_cap() -> None:
     uneven = with_weights(9, 0.1, 1.7, 1.2)
     even = BudgetSchedule(**FIELDS | {"name": "even", "selection": INT4})
     # Layer 2 has landmarks, as the first schedule reads it sparsely.
     denser = with_weights(0, 0.5, 7, 1.5, name="denser", dense_layers=[0, 2])
-    budgets = BudgetTable(LoadedSchedules.of([uneven, even, denser]), 5, "cpu")
-    asked = [(uneven, None), (even, None), (uneven, 80), (denser, 48), (None, None)]
-    budgets.set_options(range(5), [RequestOption(*each) for each in asked])
+    budgets = BudgetTable(uneven, 4, 4, "cpu")
     pages = torch.arange(1, 60, dtype=torch.int32)
-    for row, (schedule, cap) in enumerate(asked):
-        counted = budgets.num_selected(pages, torch.full_like(pages, row))
-        assert counted.dtype == pages.dtype and counted.shape == (4, len(pages))
-        for layer in range(4):
-            expected = pages.numpy()
-            if schedule is not None and layer not in schedule.dense_layers:
-                weight = schedule.layer_weight(layer)
-                expected = schedule.pages_read(pages.numpy(), weight, cap)
-            assert counted[layer].tolist() == expected.tolist()
-    budgets.load(budgets.loaded.with_active(even))
-    counted = budgets.num_selected(pages, torch.zeros_like(pages))
-    assert counted[2].tolist() == even.pages_read(pages.numpy()).tolist()
-
-
-def test_one_row_of_counts_serves_all_layers_without_weights() -> None:
-    budgets = BudgetTable(LoadedSchedules.of([BudgetSchedule(**FIELDS)]), 1, "cpu")
-    assert budgets.tensors.weights.shape == (NUM_SLOTS, 1)
+    for schedule in (uneven, even, denser, uneven.as_dense()):
+        schedule.require_switch_from(uneven)
+        budgets.load(schedule)
+        options = [(schedule, None), (schedule, 80), (None, None), (schedule, 48)]
+        budgets.set_options(range(4), [RequestOption(*each) for each in options])
+        for row, (asked, cap) in enumerate(options):
+            counted = budgets.num_selected(pages, torch.full_like(pages, row))
+            assert counted.dtype == pages.dtype and counted.shape == (4, len(pages))
+            for layer in range(4):
+                expected = pages.numpy()
+                if asked is not None and layer not in schedule.dense_layers:
+                    weight = schedule.layer_weight(layer)
+                    expected = schedule.pages_read(pages.numpy(), weight, cap)
+                assert counted[layer].tolist() == expected.tolist()
 
 
 def test_bytes_of_a_page() -> None:

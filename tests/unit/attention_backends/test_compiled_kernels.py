@@ -24,7 +24,6 @@ from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS, Decode
 from sparrow_sglang.attention_backends.kernels.select import select_launch
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.selection import SelectionRule
 
 # The batch sizes that SGLang captures, up to 256.
@@ -75,7 +74,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
     table = torch.zeros(max(BATCHES) + 1, 16 * PAGES, dtype=torch.int32)
     pairs = kept_pairs(rule, 0, range(kv_heads), DIM)
     landmarks = allocate_landmarks(4, 16, kv_heads, DIM, pairs, pool.dtype, "cpu")
-    budgets = BudgetTable(LoadedSchedules.of([schedule]), len(table), "cpu")
+    budgets = BudgetTable(schedule, 2, len(table), "cpu")
     shape = DecodeShape.of(schedule, 2 * kv_heads, kv_heads, DIM, 16 * PAGES)
     step = TritonPagedDecode(budgets, table, shape)
 
@@ -84,7 +83,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
         step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
         q = torch.zeros(batch, 2 * kv_heads, DIM, dtype=torch.bfloat16)
         step.decode(q, pool, pool, landmarks, 0, 1.0)
-        step.decode_dense(q, pool, pool, 1.0)
+        step.decode(q, pool, pool, None, 1, 1.0)
 
     step.compile_prefill(pool, landmarks)
     step.reserve(max(BATCHES))

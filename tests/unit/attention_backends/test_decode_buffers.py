@@ -15,7 +15,6 @@ from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.decode import decode_launch
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin import scheduler_hooks as hooks
 
 SCHEDULE = make_schedule(16, 40, [16, 24])
@@ -51,7 +50,7 @@ def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.fixture
 def step() -> TritonPagedDecode:
     pool = Pool([50] * ADMITTED, HEADS, DIM, 16, seed=0)
-    budgets = BudgetTable(LoadedSchedules.of([SCHEDULE]), len(pool.req_to_token), "cpu")
+    budgets = BudgetTable(SCHEDULE, 2, len(pool.req_to_token), "cpu")
     shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, CONTEXT)
     return TritonPagedDecode(budgets, pool.req_to_token, shape)
 
@@ -60,7 +59,7 @@ def step() -> TritonPagedDecode:
 def backend(step) -> SparrowAttnBackend:
     backend = object.__new__(SparrowAttnBackend)
     backend.dense, backend.sparse = Dense(), step
-    backend._planning, backend.stock_decode = nullcontext(), True
+    backend._planning, backend.stock_layers = nullcontext(), frozenset([0])
     backend.decode_guard = DecodeGuard()
     backend.decode_guard.served()
     return backend
@@ -77,20 +76,26 @@ def test_a_graph_that_was_captured_without_the_backend_is_not_replayed(backend, 
     backend.init_forward_metadata_out_graph(batch_of(2))
 
 
-@pytest.mark.parametrize("stock_decode", [False, True])
+@pytest.mark.parametrize("stock_layers", [frozenset(), frozenset([0])])
 def test_stock_buffers_for_captured_decode_are_allocated_only_where_they_are_used(
-    backend, stock_decode
+    backend, stock_layers
 ):
     """FlashInfer's would take 0.67 GB for 512 sequences of 256K tokens."""
-    backend.stock_decode = stock_decode
+    backend.stock_layers = stock_layers
     backend.init_cuda_graph_state(ADMITTED, ADMITTED)
-    assert backend.dense.reserved == (ADMITTED if stock_decode else 0)
+    assert backend.dense.reserved == (ADMITTED if stock_layers else 0)
 
 
 def batch_of(size: int) -> SimpleNamespace:
     rows = torch.zeros(size, dtype=torch.int64)
     ones = torch.ones_like(rows)
-    return SimpleNamespace(batch_size=size, req_pool_indices=rows, seq_lens=ones, seq_lens_cpu=ones)
+    return SimpleNamespace(
+        batch_size=size,
+        req_pool_indices=rows,
+        seq_lens=ones,
+        seq_lens_cpu=ones,
+        forward_mode=SimpleNamespace(is_target_verify=lambda: False),
+    )
 
 
 def captured_batches() -> list[int]:
@@ -142,7 +147,7 @@ def test_an_eager_batch_may_be_larger(step, planned):
     lengths = torch.ones(10, dtype=torch.int64)
     step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
     table, counts = planned[0]
-    assert table.shape == (10, CONTEXT // 16) and counts.shape == (1, 10)
+    assert table.shape == (10, CONTEXT // 16) and counts.shape == (2, 10)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +172,7 @@ def test_more_programs_share_an_sm_where_the_cache_is_fp8(
 
 def test_scratch_holds_the_splits_of_every_batch():
     shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, CONTEXT)
-    buffers = DecodeBuffers(shape, 16, torch.device("cpu"))
+    buffers = DecodeBuffers(shape, 16, 2, torch.device("cpu"))
     for launches in (buffers.decode_launch, buffers.dense_launch):
         for batch in range(1, 17):
             parts = batch * HEADS[0] * launches[batch].splits
@@ -188,7 +193,7 @@ class TestMemory:
             monkeypatch.setattr(module, "sm_count", lambda _: 132)
         monkeypatch.setattr(
             "sglang.srt.utils.common.get_cuda_graph_max_batch_size",
-            lambda _, size: -(-size // 4) * 4,
+            lambda size: -(-size // 4) * 4,
         )
 
         def bytes_left(
@@ -240,7 +245,7 @@ class TestMemory:
 
         schedule = load_schedule("fixed-512", 16)
         shape = DecodeShape.of(schedule, 32, 8, 128, 262_144, kv_dtype.itemsize)
-        held = DecodeBuffers(shape, 20, torch.device("cpu")).num_bytes
+        held = DecodeBuffers(shape, 20, 64, torch.device("cpu")).num_bytes
         assert 10**10 - left(10**10, kv_dtype=kv_dtype, max_running_requests=17) == held
 
     def test_others_leave_everything(self, left):

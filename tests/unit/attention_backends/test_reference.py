@@ -19,8 +19,6 @@ from sparrow_sglang.attention_backends.landmarks import (
 )
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.loaded_schedules import LoadedSchedules
-from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 
@@ -28,7 +26,7 @@ HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (4, 4)]
 
 
 def budgets_of(schedule: BudgetSchedule, pool: Pool) -> BudgetTable:
-    return BudgetTable(LoadedSchedules.of([schedule]), len(pool.req_to_token), "cpu")
+    return BudgetTable(schedule, 4, len(pool.req_to_token), "cpu")
 
 
 def landmarks_of(pool: Pool, schedule: BudgetSchedule, layer: int = 0) -> Landmarks:
@@ -99,7 +97,7 @@ def test_a_sink_joins_the_softmax_in_sparse_and_dense_layers(heads: tuple):
     step.update_landmarks(pool.k, landmarks)
     step.plan_decode(pool.rows, pool.lengths, pool.lengths)
     sparse = step.decode(pool.q, pool.k, pool.v, landmarks, 0, 0.25, sinks=sinks)
-    dense = step.decode_dense(pool.q, pool.k, pool.v, 0.25, sinks=sinks)
+    dense = step.decode(pool.q, pool.k, pool.v, None, 1, 0.25, sinks=sinks)
     for row, length in enumerate(pool.lengths.tolist()):
         budget = budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens)
         for out, pages in ((sparse, budget), (dense, length)):
@@ -297,13 +295,3 @@ def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():
     exact = keys.double().mean(1)
     # Half a bf16 unit in the last place at 100 is 0.25; a bf16 running sum would be off by more.
     assert (landmarks.double() - exact).abs().max() <= 0.25 + 1e-4
-
-
-def test_budget_table_follows_the_schedule_at_every_length():
-    schedule = make_schedule(16, 4, [3, 5, 5, 9])
-    pages = torch.arange(1, 60)
-    table = BudgetTable(LoadedSchedules.of([schedule]), 2, "cpu")
-    table.set_options([1], [RequestOption(schedule, kv_budget_tokens=80)])
-    for row, cap in ((0, None), (1, 80)):
-        selected = table.num_selected(pages, torch.full_like(pages, row))
-        assert selected.tolist() == [(schedule.tokens_read(pages * 16, cap) // 16).tolist()]

@@ -58,9 +58,6 @@ def test_doctor_says_when_a_schedule_was_calibrated_for_another_model(
     (line,) = [line for line in checks if line.startswith("WARN ")]
     assert foreign in line and "sparrow calibrate makes one" in line
     assert last == "It works, but see WARN above."
-    # Requests may name the schedules that are loaded beside the active one.
-    *checks, last = lines("fixed-512,qwen3-8b-0.86")
-    assert any(f"also loaded: {foreign}" in line for line in checks) and last != "All good."
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sparrow_sglang.loaded_schedules import LoadedSchedules
 from sparrow_sglang.plugin import control_guards, request_hooks
 from sparrow_sglang.plugin.state import ServerState
 from sparrow_sglang.schedule import BudgetSchedule
@@ -17,7 +16,7 @@ class Server:
     """A TokenizerManager's calls, as SGLang's hooks would wrap them."""
 
     def __init__(self) -> None:
-        self.sparrow = ServerState(LoadedSchedules.of([BudgetSchedule.fixed(64, 16)]))
+        self.sparrow = ServerState(*[BudgetSchedule.fixed(64, 16)] * 2)
 
     def ask(self) -> None:
         tokenized = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))

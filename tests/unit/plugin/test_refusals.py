@@ -452,8 +452,7 @@ class TestRunner:
 
         backend = object.__new__(SparrowAttnBackend)
         backend.decode_guard = DecodeGuard()
-        backend.stock_decode = True
-        backend.landmarks = {3: torch.zeros(1)}
+        backend.stock_layers = frozenset()
         with pytest.raises(ValueError, match="layer 3: sparse decode would ignore q_descale;"):
             backend.forward_decode(
                 *[torch.zeros(1)] * 3,
