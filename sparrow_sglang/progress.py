@@ -1,5 +1,6 @@
-"""How far a command is: a bar on a terminal, dated lines in a log file."""
+"""How far a command is: a bar on a terminal, a dated line a minute elsewhere."""
 
+import math
 import sys
 import threading
 import time
@@ -8,15 +9,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-COUNT_EVERY_S = 5.0
-"""Least seconds between two lines of a counter in a file."""
+LOG_EVERY_S = 60.0
+"""Least seconds between two lines where stderr is no terminal."""
 
 
 class Progress:
-    """What is under way, on stderr, and results above it, on stdout.
+    """The stage under way, on stderr, and results above it, on stdout.
 
-    A bar of tqdm over `total` units where stderr is a terminal. Elsewhere, each `show` is a line
-    with the time of day, `where` before it, or nothing if `quiet`.
+    A bar of tqdm over `total` units where stderr is a terminal. Elsewhere a line with the time of
+    day, `where` and the stage, at most one in `LOG_EVERY_S`, or nothing if `quiet`.
     """
 
     def __init__(self, total: int, unit: str, initial: int = 0, quiet: bool = False) -> None:
@@ -25,32 +26,31 @@ class Progress:
         # when it shuts down, and Python then ends with a traceback.
         tqdm.set_lock(threading.RLock())
         self._plain = not sys.stderr.isatty()
-        self._quiet = quiet
         self._bar: tqdm[Any] = tqdm(
             total=total, unit=unit, initial=initial, disable=self._plain, dynamic_ncols=True
         )
+        self._logged_at = math.inf if quiet else -math.inf
         self.where = ""
 
-    def show(self, doing: str) -> None:
-        """Say what is under way from now on."""
-        self._bar.set_postfix_str(doing)
-        if self._plain and not self._quiet:
-            print(f"{time.strftime('%H:%M:%S')} {self.where}{doing}", file=sys.stderr, flush=True)
+    def show(self, stage: str) -> None:
+        """Show the stage that is under way from now on."""
+        self._bar.set_postfix_str(stage)
+        now = time.monotonic()
+        if self._plain and now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            print(f"{time.strftime('%H:%M:%S')} {self.where}{stage}", file=sys.stderr, flush=True)
 
-    def counter(self, doing: str, total: int, things: str) -> Callable[..., None]:
+    def counter(self, stage: str, total: int, things: str) -> Callable[..., None]:
         """A function that counts on by 1, or by its argument, and shows how many of `total` things
-        are done; in a file at most every few seconds, and at the end."""
-        done, shown_at = 0, time.monotonic()
+        are done."""
+        done = 0
 
         def finished(count: int = 1) -> None:
-            nonlocal done, shown_at
-            done, now = done + count, time.monotonic()
-            if self._plain and done < total and now - shown_at < COUNT_EVERY_S:
-                return
-            shown_at = now
-            self.show(f"{doing} {done}/{total} {things}")
+            nonlocal done
+            done += count
+            self.show(f"{stage} {done}/{total} {things}")
 
-        self.show(f"{doing} 0/{total} {things}")
+        finished(0)
         return finished
 
     def advance(self, units: int = 1) -> None:

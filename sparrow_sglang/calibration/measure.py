@@ -169,7 +169,7 @@ def measure(
             ) from error
         except KeyboardInterrupt:
             kept = finished + len(measured)
-            progress.show(f"stopping; {kept} of {len(samples)} generations are kept in {work.path}")
+            progress.say(f"stopping; {kept} of {len(samples)} generations are kept in {work.path}")
             raise
         finally:
             if measured:

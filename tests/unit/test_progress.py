@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import termios
+import time
 
 import pytest
 
@@ -40,14 +41,18 @@ def test_the_process_ends_without_a_word() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_file_gets_dated_lines_that_count_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_a_dated_line_a_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     progress = Progress(2, "step")
     progress.where = "step 1/2 "
     finished = progress.counter("rollout", 16, "responses")
     finished()
-    finished(15)
     progress.say("step 1/2, reward 0.5")
-    progress.advance()
+    now += 61
+    finished(15)
     progress.close()
     captured = capsys.readouterr()
     assert captured.out == "step 1/2, reward 0.5\n"

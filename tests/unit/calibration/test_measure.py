@@ -102,6 +102,6 @@ def test_an_interrupt_keeps_what_was_measured_of_a_batch(
     with pytest.raises(KeyboardInterrupt):
         calibration_measure.measure(Engine(pairs=3), samples, work, 4, Progress(5, "generations"))
     assert sorted(work.load()) == [1, 2, 3]
-    assert "3 of 5 generations are kept" in capsys.readouterr().err
+    assert "3 of 5 generations are kept" in capsys.readouterr().out
     calibration_measure.measure(Engine(), samples, work, 4, Progress(5, "generations"))
     assert sorted(work.load()) == [0, 1, 2, 3, 4]
