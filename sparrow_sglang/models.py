@@ -182,7 +182,7 @@ def model_problem(path: str, error: Exception) -> str:
     reason = cut(lines[0].rstrip("."))
     if problem := path_problem(path):
         return problem
-    if Path(path).exists():
+    if os.path.exists(path):
         what = f"it cannot be read ({type(error).__name__}: {reason})"
     elif _caused_by(error, HFValidationError):
         what = f"no such folder{relative_note(path)}"

@@ -1,8 +1,4 @@
-"""Quiet starts and ends of our commands: three messages, and Ctrl-C in child processes.
-
-A command calls `leave_out` once, in its own process; every process that it starts and that imports
-SGLang does the same.
-"""
+"""Quiet starts and ends of our commands, in their process and in those that they start."""
 
 import logging
 import multiprocessing
@@ -10,39 +6,39 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+import warnings
 
 VARIABLE = "SPARROW_LEAVE_OUT_NOISE"
 """Set for the processes that a command starts."""
 
-# By the name of the logger: the beginning of the message, a regular expression.
+# The first is Python's, on semaphores of processes that SGLang ends by SIGKILL.
+_WARNINGS = ("resource_tracker", "Only CUDA", "Triton is not supported")
+# Beginnings of messages, regular expressions, by logger.
 _LOGGED = {
-    # All of some 400 arguments; /server_info shows them.
-    "sglang.srt.entrypoints.engine": r"server_args=ServerArgs\(",
+    "sglang.srt.utils.common": "Fail to set RLIMIT",
+    "sglang.srt.models.registry": "Ignore import error",
+    "sglang.kernels.jit.utils.arch": "Cannot detect CUDA architecture",
     # Ctrl-C, by which a server is ended.
     "uvicorn.error": r"(?s)Traceback .*(KeyboardInterrupt|CancelledError)",
 }
 
 
-def _others_than(beginning: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not re.match(beginning, record.getMessage())
-
-
-# Made once, so that a logger does not get a second one.
-_FILTERS = {source: _others_than(beginning) for source, beginning in _LOGGED.items()}
-
-
 def leave_out() -> None:
-    """Suppress these messages in this process and in those that it starts from now on."""
+    """Suppress known warnings here and in processes started from now on."""
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = "1"
-        # SGLang ends its processes by SIGKILL, and Python's tracker then warns of their semaphores,
-        # which it removes. The tracker does not import this package, but reads this variable.
-        given = os.environ.get("PYTHONWARNINGS")
-        tracker = "ignore:resource_tracker:UserWarning"
-        os.environ["PYTHONWARNINGS"] = f"{given},{tracker}" if given else tracker
-    for source, left_out in _FILTERS.items():
-        logging.getLogger(source).addFilter(left_out)
+        given = filter(None, [os.environ.get("PYTHONWARNINGS")])
+        ours = (f"ignore:{beginning}:UserWarning" for beginning in _WARNINGS)
+        os.environ["PYTHONWARNINGS"] = ",".join((*given, *ours))
+    for beginning in _WARNINGS:
+        warnings.filterwarnings("ignore", beginning, UserWarning)
+    # A logger takes a filter once.
+    for source in _LOGGED:
+        logging.getLogger(source).addFilter(_is_kept)
+
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    return not re.match(_LOGGED[record.name], record.getMessage())
 
 
 def leave_out_if_asked() -> None:

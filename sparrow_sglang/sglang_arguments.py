@@ -8,7 +8,8 @@ import ast
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -129,12 +130,12 @@ def _set_field(server_args: Any, name: str, value: Any) -> None:
 
 
 @functools.cache
-def server_argument_names() -> frozenset[str]:
-    """Fields of SGLang's `ServerArgs`, read from its source, as importing it takes ten seconds.
+def _server_source() -> tuple[ast.Module, ...]:
+    """SGLang's modules that define `ServerArgs`, as importing them takes ten seconds.
 
     Raises:
         ModuleNotFoundError: SGLang is not installed.
-        RuntimeError: it is installed in part, twice or too old, or its source has no such class.
+        RuntimeError: it is installed in part, twice or too old.
     """
     package = find_spec("sglang")
     if package is None or package.origin is None:
@@ -143,17 +144,57 @@ def server_argument_names() -> frozenset[str]:
         raise RuntimeError(problem)
     folder = Path(package.origin).with_name("srt")
     # From 0.5.20 on there is one class per namespace of the configuration.
-    names = {
-        item.target.id
-        for path in (folder / "server_args.py", *folder.glob("arg_groups/fields/*.py"))
-        for node in ast.parse(path.read_text("utf-8")).body
-        if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or path.parent != folder)
+    files = (folder / "server_args.py", *folder.glob("arg_groups/fields/*.py"))
+    return tuple(ast.parse(path.read_text("utf-8")) for path in files)
+
+
+@functools.cache
+def _server_fields() -> dict[str, ast.expr]:
+    """Annotations of the fields of `ServerArgs`; raises as `_server_source`."""
+    first, *others = _server_source()
+    classes = [node for node in first.body if getattr(node, "name", "") == "ServerArgs"]
+    classes += [node for module in others for node in module.body]
+    fields = {
+        item.target.id: item.annotation
+        for node in classes
+        if isinstance(node, ast.ClassDef)
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
-    if "attention_backend" not in names:
-        raise RuntimeError(f"{folder} has no ServerArgs: {INSTALL}")
-    return frozenset(names)
+    if "attention_backend" not in fields:
+        raise RuntimeError(f"SGLang's source has no ServerArgs: {INSTALL}")
+    return fields
+
+
+def server_argument_names() -> frozenset[str]:
+    """Fields of SGLang's `ServerArgs`; raises as `_server_source`."""
+    return frozenset(_server_fields())
+
+
+def server_flags() -> dict[str, type | None]:
+    """Flags of SGLang's command line; int or float for those that take one number."""
+    texts = (node for module in _server_source() for node in ast.walk(module))
+    flags: dict[str, type | None] = dict.fromkeys(_flags_in(texts))
+    for name, annotation in _server_fields().items():
+        names = ["--" + name.replace("_", "-"), *_flags_in(ast.walk(annotation))]
+        flags |= dict.fromkeys(names, _number_type(annotation))
+    return flags
+
+
+def _flags_in(nodes: Iterable[ast.AST]) -> list[str]:
+    values = (getattr(node, "value", None) for node in nodes if isinstance(node, ast.Constant))
+    return [v for v in values if isinstance(v, str) and re.fullmatch(r"--[a-z][\w-]*", v)]
+
+
+def _number_type(annotation: ast.expr) -> type | None:
+    if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
+        return None
+    kind, *rest = annotation.slice.elts
+    keywords = {key.arg for node in rest if isinstance(node, ast.Call) for key in node.keywords}
+    if keywords & {"nargs", "type_parser", "action", "choices"}:
+        return None
+    written = re.fullmatch(r"(?:Optional\[)?(int|float)(?:\]| \| None)?", ast.unparse(kind))
+    return {"int": int, "float": float}[written[1]] if written else None
 
 
 def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:

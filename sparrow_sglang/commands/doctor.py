@@ -1,34 +1,36 @@
 """`sparrow doctor`: does sparse decode work with this machine, this SGLang and this model?
 
-In: the command line of a server. Out: one `Check` after the other, each with what was found and, if
-it failed, what to do. SGLang only logs errors of a plugin, so this command looks for them.
+SGLang only logs errors of a plugin, so this command looks for them. What needs no SGLang is checked
+before it is imported, which takes ten seconds.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.attention_backends.kernel_limits import (
     describe_fit,
-    fp8_problems,
     kernel_problems,
     rule_problems,
 )
+from sparrow_sglang.commands.plan import NO_GAIN, Plan
 from sparrow_sglang.commands.serve import (
+    check_flags,
+    check_model,
     check_port,
-    missing_files,
-    model_argument,
     parse_server_args,
+    with_defaults,
 )
 from sparrow_sglang.config import SCHEDULE_VARIABLE, SOURCE_VARIABLE, ConfigError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.noise import VARIABLE as NOISE_VARIABLE
-from sparrow_sglang.plugin.refusals import BACKEND, UnsupportedError, uses_sparrow
+from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
+from sparrow_sglang.planning.step_time import GPUS
+from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 from sparrow_sglang.sglang_install import (
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 ENTRY_POINTS = {"sglang.srt.plugins": "sparrow", "sglang.srt.platforms": "sparrow_cpu"}
+PACKAGES = ("sparrow-sglang", "torch", "transformers", "triton", "flashinfer-python")
 VARIABLES = (
     "SGLANG_PLUGINS",
     "SGLANG_PLATFORM",
@@ -53,6 +56,7 @@ VARIABLES = (
 )
 # The other ones are set by this package itself, or by its developers.
 _KNOWN = (*VARIABLES, SOURCE_VARIABLE, "SPARROW_COMMIT", "SPARROW_RECORD", NOISE_VARIABLE)
+_GAIN_BATCH = 16
 
 
 class Check(NamedTuple):
@@ -65,41 +69,48 @@ class Check(NamedTuple):
 
 def examine(argv: Sequence[str]) -> Iterator[Check]:
     """Checks in the order in which a server would fail; `argv` is that of `sparrow serve`."""
-    sglang = _check_sglang()
-    yield sglang
-    yield _check_packages()
-    yield from _check_entry_points()
-    yield _check_environment()
-    if sglang.status == "FAIL":
+    words, failed = None, False
+    try:
+        words = with_defaults(argv)
+    except InputError as error:
+        # The demo model, which was not requested, may be missing.
+        optional = isinstance(error.__cause__, ModelError) and not argv
+        model = Check("note" if optional else "FAIL", "model", str(error))
+    for check in _without_sglang(words):
+        failed |= check.status == "FAIL"
+        yield check
+    if words is None:
+        yield model
+    if failed or (words is None and model.status == "FAIL"):
+        yield Check("note", "plugin", "not checked, as long as something above fails")
         return
     plugin = _check_plugin()
-    yield plugin
-    yield _check_platform()
-    if plugin.status == "FAIL":
-        yield Check("note", "model", "not checked, because the plugin did not load")
+    yield from (plugin, _check_platform())
+    if plugin.status != "FAIL" and words is not None:
+        yield from _check_model(words)
+
+
+def _without_sglang(words: Sequence[str] | None) -> Iterator[Check]:
+    problems = version_problems()
+    tested = "" if installed_version() in SUPPORTED else f"; tested: {', '.join(SUPPORTED)}"
+    status = "FAIL" if problems else "WARN" if tested else "ok"
+    yield Check(status, "SGLang", *problems or [installed_version() + tested])
+    yield Check("ok", "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    for group, name in ENTRY_POINTS.items():
+        if not any(entry.name == name for entry in entry_points(group=group)):
+            fix = "run pip install -e . in the checkout, which alone has none"
+            yield Check("FAIL", "entry point", f"{group}: no {name}; {fix}")
+    yield _check_environment()
+    if words is None or problems:
         return
-    yield from _check_model(argv)
-    yield _check_port(argv)
-
-
-def _check_sglang() -> Check:
-    if problems := version_problems():
-        return Check("FAIL", "SGLang", *problems)
-    try:
-        # SGLang's dependencies are installed separately, and any of them may be missing.
-        folder = Path(str(import_module("sglang.srt.server_args").__file__)).parents[1]
-    except ImportError as error:
-        return Check("FAIL", "SGLang", import_problem(error))
-    place = f"{installed_version()} in {folder}"
-    if installed_version() in SUPPORTED:
-        return Check("ok", "SGLang", place)
-    tested = ", ".join(SUPPORTED)
-    return Check("WARN", "SGLang", f"{place}; not tested with, but probed below; tested: {tested}")
-
-
-def _check_packages() -> Check:
-    names = ("sparrow-sglang", "torch", "transformers", "triton", "flashinfer-python")
-    return Check("ok", "packages", ", ".join(f"{name} {_version(name)}" for name in names))
+    for name, check in (("flags", check_flags), ("port", check_port), ("model", check_model)):
+        try:
+            check(words)
+        except (ScheduleError, ConfigError) as error:
+            yield Check("FAIL", "schedule", str(error))
+        except ValueError as error:
+            yield Check("FAIL", name, str(error))
+            return
 
 
 def _version(package: str) -> str:
@@ -109,23 +120,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _check_entry_points() -> Iterator[Check]:
-    for group, name in ENTRY_POINTS.items():
-        values = [entry.value for entry in entry_points(group=group) if entry.name == name]
-        if values:
-            yield Check("ok", "entry point", f"{group}: {name} = {values[0]}")
-        else:
-            fix = "run pip install -e . in the checkout, which alone has none"
-            yield Check("FAIL", "entry point", f"{group}: no {name}; {fix}")
-
-
 def _check_environment() -> Check:
     values = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    names = [name.strip() for name in values.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
-    if names and not set(ENTRY_POINTS.values()) <= set(names):
-        ours = ",".join(ENTRY_POINTS.values())
-        detail = f"SGLANG_PLUGINS={','.join(names)} leaves sparrow out: unset it, or add {ours}"
-        return Check("FAIL", "environment", detail)
     unknown = [n for n in os.environ if n.startswith("SPARROW_") and n not in _KNOWN]
     if unknown:
         near = nearest_first(unknown[0], [name.lower() for name in _KNOWN])[0].upper()
@@ -135,10 +131,14 @@ def _check_environment() -> Check:
 
 
 def _check_plugin() -> Check:
+    try:
+        # SGLang's dependencies are installed separately, and any of them may be missing.
+        import_module("sglang.srt.server_args")
+    except ImportError as error:
+        return Check("FAIL", "plugin", import_problem(error))
     from sglang.srt.plugins import load_plugins
 
     from sparrow_sglang.plugin import registration as plugin
-    from sparrow_sglang.plugin.server_args import FIELDS
     from sparrow_sglang.plugin.state import PROCESS
 
     load_plugins()
@@ -146,8 +146,8 @@ def _check_plugin() -> Check:
         plugin.require_registration()
     except RuntimeError as error:
         return Check("FAIL", "plugin", str(error))
-    probed = f"{len(PROCESS.hooks)} hooks probed and in effect, flags {', '.join(FIELDS)}"
-    return Check("ok", "plugin", f"attention backend {BACKEND!r} registered; {probed}")
+    detail = f"attention backend {BACKEND!r} registered, {len(PROCESS.hooks)} hooks in effect"
+    return Check("ok", "plugin", detail)
 
 
 def _check_platform() -> Check:
@@ -163,24 +163,18 @@ def _check_platform() -> Check:
     return Check("FAIL", "platform", f"{kind} on {current_platform.device_type}: {fix}")
 
 
-def _check_model(argv: Sequence[str]) -> Iterator[Check]:
+def _check_model(words: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
     from sparrow_sglang.plugin.server_log import start_up_line
 
     try:
         # SGLang's own start-up messages would drown the report.
-        server_args = parse_server_args([*argv, "--log-level", "error"])
-    except UnsupportedError as error:
-        yield Check("FAIL", "model", str(error))
-        return
+        server_args = parse_server_args([*words, "--log-level", "error"])
     except (ScheduleError, ConfigError) as error:
-        yield Check("ok", "model", "nothing in the way of sparse decode")
         yield Check("FAIL", "schedule", str(error))
         return
     except (ValueError, RuntimeError, OSError) as error:
-        # The demo model, which nobody asked for, may be missing.
-        missing = isinstance(error.__cause__, ModelError) and model_argument(argv) is None
-        yield Check("note" if missing else "FAIL", "model", str(error))
+        yield Check("FAIL", "model", str(error))
         return
     if not uses_sparrow(server_args):
         detail = f"--attention-backend {server_args.attention_backend} decodes densely"
@@ -190,8 +184,6 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     hf_config = model_config.hf_config
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
-    for problem in missing_files(server_args):
-        yield Check("FAIL", "files", problem)
     schedule, source = resolve_schedule(server_args, hf_config)
     yield _check_kernels(server_args, model_config, schedule)
     detail = start_up_line(schedule, source, hf_config)
@@ -199,36 +191,40 @@ def _check_model(argv: Sequence[str]) -> Iterator[Check]:
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:
         yield Check("ok", "schedule", detail)
-
-
-def _check_port(argv: Sequence[str]) -> Check:
-    try:
-        check_port(argv)
-    except InputError as error:
-        return Check("FAIL", "port", str(error))
-    return Check("ok", "port", "free")
+    yield _check_gain(server_args, model_config, schedule)
 
 
 def _check_kernels(
     server_args: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
 ) -> Check:
-    """Whether the GPU kernels take the model, also if this machine has no GPU.
+    """Whether the GPU kernels take the model, also if this machine has no GPU."""
+    view = resolved(server_args)
+    if view.device == "cuda":
+        fit = describe_fit(view, model_config)
+        prefill = dense_backend(server_args, model_config)
+        return Check("ok", "kernels", f"{fit}; prefill by {prefill}")
+    problems = kernel_problems(view, model_config) + rule_problems(schedule)
+    gpu = f"would refuse: {'; '.join(problems)}" if problems else "would take the model, too"
+    return Check("note" if problems else "ok", "kernels", f"torch on {view.device}; a GPU {gpu}")
 
-    On a GPU only FP8 can fail here: the other checks passed when the arguments were resolved.
-    """
+
+def _check_gain(
+    server_args: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
+) -> Check:
+    """What `sparrow plan` predicts for this GPU, or for an H100, at the model's whole context."""
     import torch
 
-    problems = kernel_problems(resolved(server_args), model_config) + rule_problems(schedule)
-    device = resolved(server_args).device
-    if device == "cuda" and resolved(server_args).kv_cache_dtype == "fp8_e4m3":
-        # A server checks this after loading the model, as the checkpoint may ask for FP8, too.
-        problems += fp8_problems(torch.cuda.get_device_capability())
-        if problems:
-            return Check("FAIL", "kernels", "; ".join(problems))
-    if device != "cuda":
-        here = f"plain torch on {device}"
-        if problems:
-            return Check("note", "kernels", f"{here}; a GPU would refuse: {'; '.join(problems)}")
-        return Check("ok", "kernels", f"{here}; a GPU would take the model, too")
-    fit = describe_fit(resolved(server_args), model_config)
-    return Check("ok", "kernels", f"{fit}; prefill by {dense_backend(server_args, model_config)}")
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "h100"
+    gpu = next((key for key in GPUS if key in name), None)
+    dtype = resolved(server_args).kv_cache_dtype
+    if gpu is None or dtype not in KV_ITEMSIZES:
+        return Check("note", "gain", f"not predicted for {name} with a {dtype} cache")
+    try:
+        shape = ModelShape.from_config(model_config.hf_config.to_dict())
+    except InputError as error:
+        return Check("note", "gain", f"not predicted: {error}")
+    plan = Plan(shape, schedule, gpu, _GAIN_BATCH)
+    longest = min(model_config.context_len, 32768)
+    status = "ok" if plan.speedup(longest) >= NO_GAIN else "WARN"
+    detail = f"{plan.verdict([longest])} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()})"
+    return Check(status, "gain", f"{detail}; {plan.reason(longest)}")

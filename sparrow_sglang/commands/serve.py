@@ -1,37 +1,44 @@
 """`sparrow serve`: SGLang's own launcher with our defaults; every SGLang flag passes through.
 
-In: the command line after `serve`. Out: a running server, or one error that says what to change.
-SGLang is imported inside functions, because that takes some ten seconds and `--help` should not.
+SGLang is imported inside functions: that takes some ten seconds, so flags are checked before.
 """
 
 import argparse
 import copy
-import errno
 import functools
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sparrow_sglang.command_line import exit_on_sigterm
+from sparrow_sglang.config import AUTO, named_schedule
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import cut
+from sparrow_sglang.hf_config import text_config
+from sparrow_sglang.json_values import cut, read_object
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
     ModelError,
-    missing_tokenizer,
+    hub_config,
     missing_weights,
     model_folder,
     model_problem,
     path_problem,
 )
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
-from sparrow_sglang.plugin.server_args import plugins_problem
-from sparrow_sglang.sglang_arguments import config_file_merger, read_model_config, resolve
+from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
+from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.sglang_arguments import (
+    config_file_merger,
+    read_model_config,
+    resolve,
+    resolved,
+    server_flags,
+)
 from sparrow_sglang.sglang_install import import_problem, version_problems
 from sparrow_sglang.validation import nearest_first
 
@@ -43,10 +50,8 @@ usage: sparrow serve [--model-path MODEL] [--sparrow-schedule SCHEDULE] [SGLang 
 
 Start an OpenAI-compatible SGLang server that decodes sparsely.
 
-Prefill is dense. During decode, each new token reads only a budget of the cached tokens: the first
-and the last pages, and between them the pages that matter most for this token. A schedule says how
-the budget grows with the length of the sequence. Sequences that fit into the budget are decoded
-densely.
+Prefill is dense. Each decoded token reads only a budget of the cached tokens, which grows with the
+sequence as a schedule says. Sequences that fit into the budget are decoded densely.
 
 examples:
   sparrow serve
@@ -60,10 +65,11 @@ defaults of sparrow, which your own flags override:
   --attention-backend sparrow    sparse decode
   --model-path smollm2-135m      the small model, converted at the first start (half a minute)
   --page-size 16                 tokens per page
+  --log-level warning            SGLang's own default, info, logs every batch
 
 flags of sparrow:
-  --sparrow-schedule NAMES       a shipped schedule (sparrow schedules lists them), a .json file or
-                                 fixed-<tokens>; after commas, others that requests may ask for
+  --sparrow-schedule NAME        a shipped schedule (sparrow schedules lists them), a .json file or
+                                 fixed-<tokens>
   --sparrow-dense-backend NAME   prefill by this backend of SGLang on a GPU (fa3, flashinfer,
                                  triton) instead of the one that SGLang would choose
   --sparrow-audit-rate SHARE     score this share of finished requests again, densely, to measure
@@ -76,16 +82,18 @@ Does your model work? sparrow doctor --model-path MODEL
 
 _MODEL_FLAGS = ("--model-path", "--model")
 _ALL_FLAGS = "sparrow serve --help-all lists the flags"
-_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", "30000"
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+_MODELSCOPE = "SGLANG_USE_MODELSCOPE"
 
 
 def serve(argv: Sequence[str]) -> None:
     """Run a server until it is stopped. Raises `InputError` before it starts, if it cannot."""
     try:
-        check_port(argv)
-        server_args = parse_server_args(argv)
-        for problem in missing_files(server_args):
-            raise InputError(f"{_MODEL_FLAGS[0]}: {problem}")
+        words = with_defaults(argv)
+        check_flags(words)
+        check_port(words)
+        check_model(words)
+        server_args = parse_server_args(words)
     except (ValueError, RuntimeError, OSError) as error:
         raise InputError(str(error)) from error
     from sglang.launch_server import run_server
@@ -94,17 +102,15 @@ def serve(argv: Sequence[str]) -> None:
 
     ready = False
 
-    def announce_again() -> None:
+    def when_ready() -> None:
         nonlocal ready
         ready = True
-        _announce_again(server_args)
+        print(_ready_lines(server_args), file=sys.stderr, flush=True)
 
-    _explain_interrupts()
     exit_on_sigterm()
     try:
         if uses_sparrow(server_args) and not server_args.encoder_only:
-            # Repeat the scheduler's line when the server is ready, after SGLang's own messages.
-            launch_server(server_args, launch_callback=announce_again)
+            launch_server(server_args, launch_callback=when_ready)
         else:
             run_server(server_args)
     except KeyboardInterrupt:
@@ -115,43 +121,27 @@ def serve(argv: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _explain_interrupts() -> None:
-    """Say at the first Ctrl-C what the server waits for; end at once at the second.
-
-    uvicorn then finishes the requests under way. At the second one SGLang would print tracebacks.
-    """
-    import uvicorn
-    from sglang.srt.utils import kill_process_tree
-
-    original = uvicorn.Server.handle_exit
-
-    def handle_exit(server: Any, sig: int, frame: Any) -> None:
-        if sig == signal.SIGINT:
-            if server.should_exit:
-                print("sparrow serve: stopped", file=sys.stderr, flush=True)
-                kill_process_tree(os.getpid(), include_parent=False)
-                os._exit(130)
-            running = len(server.server_state.tasks)
-            if running:
-                print(
-                    f"sparrow serve: waiting for {running} requests under way; press Ctrl-C again"
-                    " to stop at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        original(server, sig, frame)
-
-    uvicorn.Server.handle_exit = handle_exit  # type: ignore
-
-
-def _announce_again(server_args: "ServerArgs") -> None:
+def _ready_lines(server_args: "ServerArgs") -> str:
+    """What is served, and how to request it."""
+    from sparrow_sglang.attention_backends.dense_side import dense_backend
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import announce, start_up_line
 
-    hf_config = read_model_config(server_args).hf_config
-    schedule, source = resolve_schedule(server_args, hf_config)
+    view, model_config = resolved(server_args), read_model_config(server_args)
+    schedule, source = resolve_schedule(server_args, model_config.hf_config)
+    name = server_args.served_model_name or server_args.model_path
+    on_gpu = view.device == "cuda"
     url = f"http://{server_args.host}:{server_args.port}"
-    announce(f"ready on {url}, {start_up_line(schedule, source, hf_config)}")
+    rows = {
+        "model": server_args.model_path,
+        "schedule": f"{schedule.name} ({schedule.calibration(model_config.hf_config)}), {source}",
+        "budget": f"{schedule.budget_tokens[0]:,} to {schedule.budget_tokens[-1]:,} KV tokens,"
+        f" sparse from {schedule.first_sparse_length():,} tokens",
+        "prefill": dense_backend(server_args, model_config) if on_gpu else f"torch, {view.device}",
+        "request": f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d"
+        f""" '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'""",
+    }
+    lines = [f"{key:10}{value}" for key, value in rows.items()]
+    return "\n".join([f"sparrow: ready on {url}", *lines])
 
 
 def print_all_flags() -> None:
@@ -159,21 +149,137 @@ def print_all_flags() -> None:
     _sglang_parser().print_help()
 
 
-def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
-    """SGLang's ServerArgs for this command line and our defaults, checked by SGLang and by us.
+def with_defaults(argv: Sequence[str]) -> list[str]:
+    """`argv` with our defaults in front, where the user's flags override them.
 
-    Raises:
-        InputError: SGLang is missing or too old, an unknown flag, a wrong value, a file that cannot
-            be read, or a model that is neither a folder nor on the hub.
-        ValueError, RuntimeError, OSError: SGLang or the plugin refuses the arguments.
+    The name of an embedded model is replaced by its folder; the model is converted if necessary.
+    """
+    # SGLang knows the two words only, and would ignore the file silently.
+    given = [
+        part
+        for word in argv
+        for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+    ]
+    if given and not given[0].startswith("-"):
+        given.insert(0, _MODEL_FLAGS[0])
+    if _value(given, *_MODEL_FLAGS) is None and "--config" not in given:
+        given = [_MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
+    words = [_resolve_name(given, i) for i in range(len(given))]
+    defaults = ["--attention-backend", BACKEND, "--log-level", "warning"]
+    names = [
+        word.rpartition("=")[2] for word, path in zip(given, words, strict=True) if word != path
+    ]
+    if names:
+        # Let clients request the model by its name and not by a path in somebody's cache.
+        defaults += ["--served-model-name", names[-1]]
+    return defaults + words
+
+
+def _resolve_name(argv: Sequence[str], i: int) -> str:
+    flag, equals, value = argv[i].partition("=")
+    try:
+        if flag in _MODEL_FLAGS and equals:
+            return f"{flag}={model_folder(value)}"
+        return model_folder(argv[i]) if i and argv[i - 1] in _MODEL_FLAGS else argv[i]
+    except ModelError as error:
+        raise InputError(str(error)) from error
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Raise `InputError` without a usable SGLang, on an unknown flag and on one without its number.
+
+    SGLang's own parser checks the rest.
     """
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
             raise InputError(problem)
-    model = model_argument(argv)
-    if model is not None and (problem := path_problem(model)):
+    known = server_flags() | dict.fromkeys("--" + name.replace("_", "-") for name in FIELDS)
+    known |= dict.fromkeys(("--config", "--help"))
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            continue
+        # argparse takes a beginning for the whole flag.
+        if not any(name.startswith(flag) for name in known):
+            near = nearest_first(flag, known, cutoff=0.6)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise InputError(f"unrecognized arguments: {flag}{hint}; {_ALL_FLAGS}")
+        if kind := known.get(flag):
+            try:
+                kind(value if equals else following)
+            except ValueError:
+                given = cut(value if equals else following)
+                raise InputError(f"{flag} {given}: expected {kind.__name__}") from None
+
+
+def check_port(words: Sequence[str]) -> None:
+    """Raise `InputError` if the server could not listen at its host and port, which SGLang notices
+    only once the model is loaded."""
+    host, port = _value(words, "--host") or "127.0.0.1", _value(words, "--port") or "30000"
+    try:
+        if not 0 < int(port) < 65536:
+            raise OverflowError("no such port")
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as listener:
+            # Set as the server sets it, so that recently closed connections do not block the port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise InputError(
+            f"--host {cut(host)} --port {cut(port)}: cannot listen there ({error}); expected an"
+            " address of this machine, and a free port from 1 to 65535"
+        ) from None
+
+
+def check_model(words: Sequence[str]) -> None:
+    """Raise `InputError` if the model's config, the schedule or the weights cannot be used.
+
+    Models that only SGLang can find, and flags in a --config file, are left to SGLang.
+    """
+    model = _value(words, *_MODEL_FLAGS)
+    if model is None or "--config" in words:
+        return
+    if problem := path_problem(model):
         raise InputError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
-    full = with_defaults(_with_config_file(argv))
+    folder, config = Path(model).expanduser(), None
+    # Not `Path.exists`, which raises where a name is too long.
+    if os.path.exists(folder / "config.json"):
+        config = read_object(folder / "config.json", "a model's config.json")
+        dummy = _value(words, "--load-format") == "dummy"
+        if not dummy and (problem := missing_weights(folder)):
+            raise InputError(f"{_MODEL_FLAGS[0]}: {problem}")
+    elif "://" not in model and not os.path.exists(folder) and not os.environ.get(_MODELSCOPE):
+        config = read_object(hub_config(model), "a model's config.json")
+    if _value(words, "--attention-backend") != BACKEND:
+        return
+    # transformers fills in what a config leaves out.
+    if config is not None and any(text_config(config).get(name) is None for name in _NEEDED):
+        config = None
+    page_size = int(_value(words, "--page-size") or PAGE_SIZE)
+    name, _ = named_schedule(_value(words, "--sparrow-schedule"))
+    schedule = load_schedule(name, page_size) if name != AUTO else None
+    if config is not None:
+        (schedule or schedule_for_model(config, page_size)).for_model(config)
+
+
+def parse_server_args(words: Sequence[str]) -> "ServerArgs":
+    """SGLang's ServerArgs for a command line `with_defaults`, checked by SGLang and the plugin.
+
+    Raises:
+        InputError: SGLang cannot be imported, a wrong flag, or a model that cannot be read.
+        ValueError, RuntimeError, OSError: SGLang or the plugin refuses the arguments.
+    """
+    full = list(words)
+    if "--config" in full:
+        try:
+            # SGLang would put the file's flags in front of our defaults, which would override them.
+            start = full.index("--log-level") + 2
+            own = config_file_merger(_sglang_parser()).merge_config_with_args(full[start:])
+            full = full[:start] + own
+        except ValueError as error:
+            raise InputError(f"--config: {error}") from error
     model_path = _sglang_parser().parse_args(full).model_path
     from sglang.srt.server_args import prepare_server_args
 
@@ -189,97 +295,14 @@ def parse_server_args(argv: Sequence[str]) -> "ServerArgs":
         raise
     except Exception as error:
         # On a config that they do not expect, transformers and SGLang raise anything.
-        if isinstance(error, OSError) and Path(model_path, "config.json").exists():
-            raise
         problem = model_problem(model_path, error)
         raise InputError(f"{_MODEL_FLAGS[0]} {model_path}: {problem}") from error
 
 
-def missing_files(server_args: "ServerArgs") -> list[str]:
-    """What a model's folder lacks that a server would load, a line each; names of a hub are not
-    looked into."""
-    folder = Path(server_args.model_path)
-    if not folder.is_dir():
-        return []
-    weights = None if server_args.load_format == "dummy" else missing_weights(folder)
-    own_tokenizer = server_args.tokenizer_path in (None, server_args.model_path)
-    skipped = server_args.skip_tokenizer_init or not own_tokenizer
-    tokenizer = None if skipped else missing_tokenizer(folder)
-    return [problem for problem in (weights, tokenizer) if problem]
-
-
-def with_defaults(argv: Sequence[str]) -> list[str]:
-    """`argv` with our defaults in front, where the user's flags override them.
-
-    The name of an embedded model is replaced by its folder; the model is converted if necessary.
-    """
-    given = list(argv)
-    if given and not given[0].startswith("-"):
-        given.insert(0, _MODEL_FLAGS[0])
-    if model_argument(given) is None:
-        given = [_MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
-    resolved = [_resolve_name(given, i) for i in range(len(given))]
-    defaults = ["--attention-backend", BACKEND]
-    names = [
-        word.rpartition("=")[2] for word, path in zip(given, resolved, strict=True) if word != path
-    ]
-    if names:
-        # Let clients ask for the model by its name and not by a path in somebody's cache.
-        defaults += ["--served-model-name", names[-1]]
-    return defaults + resolved
-
-
-def model_argument(argv: Sequence[str]) -> str | None:
-    """The model that a command line names by a flag or as its first word, else None."""
-    first = argv[0] if argv and not argv[0].startswith("-") else None
-    return _value(argv, *_MODEL_FLAGS) or first
-
-
-def _resolve_name(argv: Sequence[str], i: int) -> str:
-    flag, equals, value = argv[i].partition("=")
-    try:
-        if flag in _MODEL_FLAGS and equals:
-            return f"{flag}={model_folder(value)}"
-        return model_folder(argv[i]) if i and argv[i - 1] in _MODEL_FLAGS else argv[i]
-    except ModelError as error:
-        raise InputError(str(error)) from error
-
-
-def check_port(argv: Sequence[str]) -> None:
-    """Raise `InputError` if the server could not listen at its host and port, which SGLang notices
-    only once the model is loaded."""
-    argv = _with_config_file(argv)
-    host = _value(argv, "--host") or _DEFAULT_HOST
-    port = _value(argv, "--port") or _DEFAULT_PORT
-    if not port.isdecimal():
-        return
-    if not 0 < int(port) < 65536:
-        raise InputError(f"--port {port}: expected a port from 1 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as listener:
-            # Set as the server sets it, so that recently closed connections do not block the port.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except (OSError, UnicodeError) as error:
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise InputError(
-                f"--port {port}: another process listens on {host}:{port}; stop it, or choose"
-                f" another port, such as --port {int(port) + 1}"
-            ) from None
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"--host {cut(host)} --port {port}: cannot listen there ({reason}); expected a name or"
-            " an address of this machine, and a port that this user may open"
-        ) from None
-
-
-def _value(argv: Sequence[str], *flags: str) -> str | None:
+def _value(words: Sequence[str], *flags: str) -> str | None:
     """The last value given to one of `flags`, which overrides the others."""
     last = None
-    for word, following in zip_longest(argv, argv[1:]):
+    for word, following in zip_longest(words, words[1:]):
         flag, equals, value = word.partition("=")
         if flag in flags:
             last = value if equals else following
@@ -290,11 +313,6 @@ class _OneLineParser(argparse.ArgumentParser):
     """Reports errors in one line: the usage text of SGLang's hundreds of flags would bury them."""
 
     def error(self, message: str) -> NoReturn:
-        before, unknown, words = message.partition("unrecognized arguments: ")
-        if unknown and not before:
-            flag = words.split()[0].partition("=")[0]
-            near = nearest_first(flag, self._option_string_actions, cutoff=0.6)
-            message += f" (did you mean {near[0]}?)" if near else ""
         raise InputError(f"{message}; {_ALL_FLAGS}")
 
 
@@ -309,22 +327,3 @@ def _sglang_parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(prog="sparrow serve")
     ServerArgs.add_cli_args(parser)
     return parser
-
-
-def _with_config_file(argv: Sequence[str]) -> list[str]:
-    """`argv` with the flags of a --config file put in front of the user's own.
-
-    SGLang would put them in front of our defaults, which would then override the file.
-    """
-    # SGLang knows the two words only, and would pass over the file silently.
-    words = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith("--config=") else [word])
-    ]
-    if "--config" not in words:
-        return words
-    try:
-        return config_file_merger(_sglang_parser()).merge_config_with_args(words)
-    except ValueError as error:
-        raise InputError(f"--config: {error}") from error

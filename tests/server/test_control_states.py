@@ -195,11 +195,12 @@ def to_json(request: Any) -> dict[str, Any]:
 def test_the_adapters_of_the_start_are_checked(
     model_of_words: str, adapter: str, tmp_path: Path
 ) -> None:
-    from sparrow_sglang.commands.serve import parse_server_args
+    from sparrow_sglang.commands.serve import parse_server_args, with_defaults
     from sparrow_sglang.errors import InputError
 
     words = [model_of_words, "--sparrow-schedule", "fixed-64", "--enable-lora", "--lora-backend"]
     words += ["torch_native", "--skip-tokenizer-init", "--lora-paths"]
+    words = with_defaults(words)
     assert parse_server_args([*words, f"a={adapter}"]).enable_lora
     with pytest.raises(InputError, match="use_rslora"):
         parse_server_args([*words, f"a={changed(adapter, tmp_path / 'a', {'use_rslora': True})}"])

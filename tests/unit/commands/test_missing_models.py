@@ -81,13 +81,14 @@ def test_a_config_that_cannot_be_used_is_refused_by_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
 ) -> None:
     (tmp_path / "config.json").write_text(content)
-    found = problem("--model-path", str(tmp_path))
+    named = ["--model-path", str(tmp_path)]
+    served = [*named, "--load-format", "dummy", "--sparrow-schedule", "fixed-512"]
+    found = problem(*served)
     assert found.startswith(f"--model-path {tmp_path}: ") and said in found
     (tmp_path / "run.toml").write_text(
         f"run_dir = '{tmp_path}/run'\nmodel.path = '{tmp_path}'\ntask.name = 'story'\n"
     )
-    named = ["--model-path", str(tmp_path)]
-    commands = [["serve", *named], ["calibrate", *named], ["train", f"{tmp_path}/run.toml"]]
+    commands = [["serve", *served], ["calibrate", *named], ["train", f"{tmp_path}/run.toml"]]
     for argv in [*commands, ["plan", *named]] if SIZE in said else commands:
         assert cli.main(argv) == 2
         assert said in capsys.readouterr().err.splitlines()[-1]

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from sparrow_sglang import sglang_arguments, sglang_install
 from sparrow_sglang.commands import cli
-from sparrow_sglang.commands.serve import parse_server_args
+from sparrow_sglang.commands.serve import check_flags
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, layer_refusals, registration, server_args
 from sparrow_sglang.plugin.refusals import UnsupportedError
@@ -131,7 +131,7 @@ class TestRefusal:
 
     def test_serve_says_so_before_anything_else(self, older: str) -> None:
         with pytest.raises(InputError, match=older):
-            parse_server_args(["--no-such-flag"])
+            check_flags(["--no-such-flag"])
 
     def test_serve_names_a_list_of_plugins_without_ours(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
