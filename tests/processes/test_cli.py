@@ -59,7 +59,7 @@ REFUSED = [
     (
         ["calibrate", "--check", "m.json", "--rule", "calibrated"],
         "",
-        "--rule calibrated has no meaning with --check",
+        "--rule has no effect with --check",
     ),
 ]
 PROGRAM = """
