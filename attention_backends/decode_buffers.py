@@ -141,9 +141,7 @@ class DecodeBuffers:
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]
         parts = max(batch * launch.splits for batch, launch in launches)
-        self.decode_scratch = allocate_decode_scratch(
-            shape.num_q_heads * parts, rows * heads, head_dim, device
-        )
+        self.decode_scratch = allocate_decode_scratch(shape.num_q_heads * parts, head_dim, device)
 
     @property
     def num_bytes(self) -> int:

@@ -141,7 +141,7 @@ def _layer(
     )
     select_scratch = select.allocate_select_scratch(batch, heads, pages, device)
     parts = batch * heads * group * decode_launch.splits
-    decode_scratch = decode.allocate_decode_scratch(parts, batch * heads, HEAD_DIM, device)
+    decode_scratch = decode.allocate_decode_scratch(parts, HEAD_DIM, device)
 
     def selecting(q: torch.Tensor, table: torch.Tensor) -> None:
         select.select_pages(

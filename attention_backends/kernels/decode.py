@@ -1,8 +1,7 @@
 """Attention of one query token per request over its selected pages: split-KV, no host-side plan.
 
-In: queries, the KV pool, page ids from `select` and how many of them count. Out: [bs, Hq, D]. The
-split of the work depends on numbers that the kernel reads itself, so a captured launch serves every
-length.
+The split of the work depends on numbers that the kernel reads itself, so a captured launch serves
+every length. A second kernel merges the splits, each query head in programs of its own.
 """
 
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS, MAX_GROUP, PAGE_SIZES
 from sparrow_sglang.attention_backends.kernels.attend import attend, half_queries
@@ -20,32 +19,33 @@ from sparrow_sglang.attention_backends.kernels.common import (
     check_contiguous,
     check_member,
     check_tensor,
+    dependent_launch,
     group_size,
     head_columns,
     head_mask,
     sm_count,
-    store_head,
 )
 
 _LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
+MAX_SPLITS = 128
 # Numbers of splits that a kernel merges at most. One kernel is compiled for each of these, and a
 # launch takes the smallest that is large enough.
-_SPLIT_PADS = (4, 16, 32, MAX_SPLITS)
+_SPLIT_PADS = (8, 32, MAX_SPLITS)
 # Below this a program's start-up (page ids, then the first tiles) costs more than its tokens.
-_MIN_SPLIT_TOKENS = 128
-_PROGRAMS_PER_SM = 4
-# This many programs of FP8 tiles fit in the shared memory of an SM, unless head_dim is 256.
+_MIN_SPLIT_TOKENS = 64
+_PROGRAMS_PER_SM = 2
+# This many one-warp programs of FP8 tiles fit in the shared memory of an SM, unless head_dim is
+# 256.
 _FP8_PROGRAMS_PER_SM = 7
+# Numbers of a tile that a program of the merge loads at once.
+_MERGE_TILE = 1024
 
 
 class DecodeScratch(NamedTuple):
-    """partial_out: [programs · group, D] fp32 and partial_lse: [programs · group] fp32, any
-    content; arrivals: [rows] int32, zero between launches."""
+    """partial_out: [bs·Hq·splits, D] fp32; partial_lse: [bs·Hq·splits] fp32; any content."""
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
-    arrivals: torch.Tensor
 
 
 class DecodeLaunch(NamedTuple):
@@ -56,8 +56,8 @@ class DecodeLaunch(NamedTuple):
     """
 
     splits: int
-    block_tokens: int = 32
-    num_warps: int = 1
+    block_tokens: int = 64
+    num_warps: int = 2
     stages: int = 5
 
 
@@ -69,36 +69,30 @@ def decode_launch(
     device: torch.device,
     kv_itemsize: int,
 ) -> DecodeLaunch:
-    """One wave of one-warp programs of at least _MIN_SPLIT_TOKENS tokens each.
-
-    Small tiles and many independent programs keep more loads in flight than wide tiles do.
+    """One wave of programs of at least _MIN_SPLIT_TOKENS tokens each.
 
     Args:
         kv_itemsize: bytes of a number in the KV pool, 2 or 1.
     """
-    fp8 = kv_itemsize == 1 and head_dim <= 128
-    programs_per_sm = _FP8_PROGRAMS_PER_SM if fp8 else _PROGRAMS_PER_SM
+    width = triton.next_power_of_2(head_dim)
+    if kv_itemsize == 1 and head_dim <= 128:
+        programs_per_sm, tile, num_warps = _FP8_PROGRAMS_PER_SM, 4096 // width, 1
+    else:
+        programs_per_sm, tile, num_warps = _PROGRAMS_PER_SM, 8192 // width, 2
     wanted = programs_per_sm * sm_count(device) // (batch * num_kv_heads)
     useful = triton.cdiv(max_selected_tokens, _MIN_SPLIT_TOKENS)
-    return DecodeLaunch(
-        splits=max(1, min(wanted, useful, MAX_SPLITS)),
-        block_tokens=max(16, 4096 // triton.next_power_of_2(head_dim)),
-    )
+    return DecodeLaunch(max(1, min(wanted, useful, MAX_SPLITS)), tile, num_warps)
 
 
-def allocate_decode_scratch(
-    parts: int, rows: int, head_dim: int, device: torch.device
-) -> DecodeScratch:
+def allocate_decode_scratch(parts: int, head_dim: int, device: torch.device) -> DecodeScratch:
     """Scratch that all layers and batch sizes may share.
 
     Args:
         parts: largest bs·Hq·splits of the launches that will use it.
-        rows: largest bs·Hkv.
     """
     return DecodeScratch(
         partial_out=torch.empty(parts, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(parts, dtype=torch.float32, device=device),
-        arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
     )
 
 
@@ -126,54 +120,43 @@ def _kept_tokens(
         return tl.where(count > 0, (count - 1) * PAGE + (seq_len - 1) % PAGE + 1, 0)
 
 
-@triton.jit
-def _merge_splits(
+# `splits` differs by batch size. If it were a constant, kernels would be compiled for each value.
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
-    out_row: tl.tensor,
-    pair: tl.tensor,
-    active: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
     splits: tl.tensor,
-    GROUP: tl.constexpr,
+    Q_HEADS: tl.constexpr,
     D: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AFTER_DECODE: tl.constexpr,
 ) -> None:
-    """Combine the splits of one (request, KV head), one query head after the other."""
-    columns = head_columns(D)
+    """Program (row · Q_HEADS + head, block of columns) combines the splits of a query head."""
+    head = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.arange(0, SPLITS_PAD)
-    # The registers of one warp hold the outputs of this many splits, and not many more.
-    CHUNK: tl.constexpr = min(SPLITS_PAD, 2048 // columns.shape[0])
-    for member in tl.static_range(GROUP):
-        first = (pair.to(tl.int64) * GROUP + member) * splits
-        # .cg reads from L2, because other SMs wrote these numbers.
-        lse = tl.load(
-            partial_lse + first + split,
-            mask=split < active,
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        top = tl.max(lse, axis=0)
-        merged = tl.zeros(columns.shape, tl.float32)
-        for start in tl.static_range(0, SPLITS_PAD, CHUNK):
-            part = start + tl.arange(0, CHUNK)
-            share = tl.load(
-                partial_lse + first + part,
-                mask=part < active,
-                other=float("-inf"),
-                cache_modifier=".cg",
-            )
-            parts = tl.load(
-                partial_out + (first + part[:, None]) * D + columns[None, :],
-                mask=head_mask(part[:, None] < active, columns, D),
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            merged += tl.sum(parts * tl.exp2(share - top)[:, None], axis=0)
-        merged /= tl.sum(tl.exp2(lse - top), axis=0)
-        store_head(out_row + member * D, columns, merged, D)
+    part = head.to(tl.int64) * splits + split
+    if AFTER_DECODE:
+        gdc_wait()
+    lse = tl.load(partial_lse + part, mask=split < splits, other=float("-inf"))
+    # Loaded together with `lse`, so a split without tokens may hold anything, NaN too.
+    parts = tl.load(
+        partial_out + part[:, None] * D + columns[None, :],
+        mask=(split[:, None] < splits) & (columns[None, :] < D),
+        other=0.0,
+    )
+    top = tl.max(lse, axis=0)
+    weight = tl.exp2(lse - tl.where(top > float("-inf"), top, 0.0))
+    total = tl.sum(weight, axis=0)
+    weighted = tl.where(weight[:, None] > 0.0, parts * weight[:, None], 0.0)
+    merged = tl.sum(weighted, axis=0) / tl.where(total > 0.0, total, 1.0)
+    at = out + (head // Q_HEADS).to(tl.int64) * out_stride + (head % Q_HEADS) * D + columns
+    tl.store(at, merged.to(out.dtype.element_ty), mask=columns < D)
 
 
-# `splits` differs by batch size. If it were a constant, a kernel would be compiled for each value.
 @triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     q: tl.tensor,
@@ -186,7 +169,6 @@ def _decode_kernel(
     out: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
-    arrivals: tl.tensor,
     scale: tl.tensor,
     v_scale: tl.tensor,
     q_stride: tl.tensor,
@@ -198,13 +180,14 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
     MMA_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     EVERY_PAGE: tl.constexpr,
     HAS_ATTN_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     AFTER_SELECT: tl.constexpr,
+    BEFORE_MERGE: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) attends to its share of the row's kept tokens."""
     pair = tl.program_id(0)
@@ -214,10 +197,11 @@ def _decode_kernel(
     kept = _kept_tokens(num_selected, seq_lens, row, PAGE, EVERY_PAGE)
     share = _split_tokens(kept, splits, BLOCK)
     first = split * share
+    member = tl.arange(0, MMA_ROWS)
+    part = (pair.to(tl.int64) * GROUP + member) * splits + split
     # A row without tokens still has one program, which writes zeros.
     if (first < kept) | (split == 0):
         columns = head_columns(D)
-        member = tl.arange(0, MMA_ROWS)
         used = head_mask(member[:, None] < GROUP, columns, D)
         offsets = (head * GROUP + member[:, None]) * D + columns[None, :]
         queries = tl.load(q + row * q_stride + offsets, mask=used, other=0.0)
@@ -234,6 +218,9 @@ def _decode_kernel(
         if AFTER_SELECT:
             # Everything read up to here was written before the selection kernel started.
             gdc_wait()
+        if BEFORE_MERGE:
+            # The merge starts up while this kernel runs, and waits for its end.
+            gdc_launch_dependents()
         pages = page_ids + row * ids_row_stride + head * ids_head_stride
         end = tl.minimum(first + share, kept)
         k_head = k_buffer + head * D
@@ -254,39 +241,13 @@ def _decode_kernel(
             STAGES,
         )
         result *= v_scale
-        out_row = out + row * out_stride + head * GROUP * D
-        if share >= kept:
-            own = member[:, None] * D + columns[None, :]
-            tl.store(out_row + own, result.to(out.dtype.element_ty), mask=used)
-        else:
-            part = (pair.to(tl.int64) * GROUP + member) * splits + split
+        if SPLIT:
             tl.store(partial_lse + part, lse, mask=member < GROUP)
             tl.store(partial_out + part[:, None] * D + columns[None, :], result, mask=used)
-            # Every thread must have stored its part before this program reports its arrival.
-            tl.debug_barrier()
-            active = tl.cdiv(kept, share)
-            arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                # Reset the counter for the next launch, or the next replay of a graph.
-                tl.store(arrivals + pair, 0)
-                _merge_splits(
-                    partial_out, partial_lse, out_row, pair, active, splits, GROUP, D, SPLITS_PAD
-                )
-
-
-def _check_scratch(scratch: DecodeScratch, rows: int, group: int, splits: int) -> None:
-    """Raise `ValueError` if `scratch` has no room for this launch."""
-    parts = rows * group * splits
-    if splits > 1 and scratch.partial_lse.shape[0] < parts:
-        raise ValueError(
-            f"scratch holds {scratch.partial_lse.shape[0]} partial rows: expected at least "
-            f"bs·Hq·splits={parts}; allocate it with more parts"
-        )
-    if splits > 1 and scratch.arrivals.shape[0] < rows:
-        raise ValueError(
-            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
-            "allocate it with more rows"
-        )
+        else:
+            tl.store(out + row * out_stride + offsets, result.to(out.dtype.element_ty), mask=used)
+    elif SPLIT:
+        tl.store(partial_lse + part, float("-inf"), mask=member < GROUP)
 
 
 def _check_pools(
@@ -356,7 +317,13 @@ def sparse_decode(
     _check_pools(q, k_buffer, v_buffer, out)
     if sinks is not None:
         check_tensor("sinks", sinks, (num_q_heads,), (torch.float32, *FLOAT_DTYPES))
-    _check_scratch(scratch, batch * num_kv_heads, group, launch.splits)
+    split, parts = launch.splits > 1, batch * num_q_heads * launch.splits
+    if split and len(scratch.partial_lse) < parts:
+        raise ValueError(
+            f"scratch holds {len(scratch.partial_lse)} parts: expected at least"
+            f" bs·Hq·splits={parts}; allocate it with more parts"
+        )
+    merge_early = split and dependent_launch(q.device)
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
@@ -368,7 +335,6 @@ def sparse_decode(
         out,
         scratch.partial_out,
         scratch.partial_lse,
-        scratch.arrivals,
         sm_scale * _LOG2_E,
         v_scale,
         q.stride(0),
@@ -380,14 +346,33 @@ def sparse_decode(
         GROUP=group,
         D=head_dim,
         PAGE=page_size,
-        SPLITS_PAD=next(pad for pad in _SPLIT_PADS if launch.splits <= pad),
         MMA_ROWS=MAX_GROUP,
         BLOCK=launch.block_tokens,
         STAGES=launch.stages,
         EVERY_PAGE=num_selected is None,
         HAS_ATTN_SINKS=sinks is not None,
+        SPLIT=split,
         AFTER_SELECT=after_select,
+        BEFORE_MERGE=merge_early,
         num_warps=launch.num_warps,
         # Triton's interpreter does not take this argument.
         **({"launch_pdl": True} if after_select else {}),
+    )
+    if not split:
+        return
+    pad = next(pad for pad in _SPLIT_PADS if launch.splits <= pad)
+    columns = min(triton.next_power_of_2(head_dim), max(32, _MERGE_TILE // pad))
+    _merge_kernel[(batch * num_q_heads, triton.cdiv(head_dim, columns))](
+        scratch.partial_out,
+        scratch.partial_lse,
+        out,
+        out.stride(0),
+        launch.splits,
+        Q_HEADS=num_q_heads,
+        D=head_dim,
+        SPLITS_PAD=pad,
+        COLUMNS=columns,
+        AFTER_DECODE=merge_early,
+        num_warps=4,
+        **({"launch_pdl": True} if merge_early else {}),
     )

@@ -36,14 +36,14 @@ from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
 _MMA_COLUMNS = 16
-# Rows of up to this many pages are searched in a smaller tile, which is faster.
+# Rows of up to this many pages, or twice as many, are searched in a smaller tile, which is faster.
 _SHORT_ROW = 512
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2
 # Pages of an int4 tile, by the largest head dimension for which registers hold their landmarks. It
 # has as many where a page has eight landmarks: in a smaller tile, those of a page would be compared
 # across warps.
-_INT4_PAGES = {128: 64, 256: 16}
+_INT4_PAGES = {128: 128, 256: 32}
 # Triton divides the stages between a tile and the page ids loaded before it: with fewer than five,
 # the load of a tile is issued only when the previous tile has been scored.
 _INT4_STAGES = 5
@@ -83,11 +83,12 @@ def select_launch(
     Args:
         int4: landmarks are int4 codes, not means in 16 bits.
     """
-    rows = batch * num_kv_heads
-    slots = _PROGRAMS_PER_SM * sm_count(device)
+    rows, sms = batch * num_kv_heads, sm_count(device)
+    slots = _PROGRAMS_PER_SM * sms
     if int4:
         block_pages = next(pages for dim, pages in _INT4_PAGES.items() if head_dim <= dim)
-        splits = max(1, min(slots // rows, triton.cdiv(max_pages, block_pages)))
+        # The registers of such a tile leave room for little more than one program an SM.
+        splits = min(triton.cdiv(sms, rows), triton.cdiv(max_pages, block_pages))
         return SelectLaunch(splits=splits, block_pages=block_pages, stages=_INT4_STAGES)
     if rows > slots:
         return SelectLaunch(splits=1, block_pages=max(16, 8192 // triton.next_power_of_2(head_dim)))
@@ -255,6 +256,18 @@ def _select_kernel(
                         RECENT_PAGES,
                         RADIX,
                         SHORT_ROW,
+                    )
+                elif num_pages <= 2 * SHORT_ROW:
+                    store_selected(
+                        row_keys,
+                        pages,
+                        selected,
+                        num_pages,
+                        keep,
+                        SINK_PAGES,
+                        RECENT_PAGES,
+                        RADIX,
+                        2 * SHORT_ROW,
                     )
                 else:
                     store_selected(

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS, DecodeLaunch
+from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS, decode_launch
 from sparrow_sglang.attention_backends.kernels.select import select_launch
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
@@ -92,6 +92,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
     at_start = Counter(compiled)
     assert at_start.pop("_snapshot_kernel") == 2
     assert at_start.pop("_decode_kernel") <= 6
+    assert at_start.pop("_merge_kernel") <= len(_SPLIT_PADS)
     assert at_start.pop("_select_kernel") <= 2
     assert list(at_start.values()) == [1], at_start
 
@@ -134,17 +135,17 @@ def assert_no_spills(
     assert " REG:" in usage and " STACK:0 " in usage, usage
 
 
-@pytest.mark.parametrize("splits", _SPLIT_PADS)
-def test_attention_spills_no_registers(tmp_path: Path, splits: int) -> None:
-    """A program is one warp, whose registers must hold a tile, and then the parts it merges."""
-    launch = DecodeLaunch(splits)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_attention_spills_no_registers(tmp_path: Path, batch: int) -> None:
+    """The registers of a program, often of a single warp, must hold a tile."""
+    launch = decode_launch(batch, 8, DIM, 4096, CPU, 2)
     constants = {
-        "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SPLITS_PAD": splits,
-        "MMA_ROWS": 16, "BLOCK": launch.block_tokens, "STAGES": launch.stages,
-        "EVERY_PAGE": False, "HAS_ATTN_SINKS": False, "AFTER_SELECT": False,
+        "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "MMA_ROWS": 16,
+        "BLOCK": launch.block_tokens, "STAGES": launch.stages, "EVERY_PAGE": False,
+        "HAS_ATTN_SINKS": False, "SPLIT": True, "AFTER_SELECT": False, "BEFORE_MERGE": True,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k_buffer", "v_buffer", "out"), "*bf16")
-    types |= dict.fromkeys(("page_ids", "num_selected", "seq_lens", "arrivals"), "*i32")
+    types |= dict.fromkeys(("page_ids", "num_selected", "seq_lens"), "*i32")
     types |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
     types |= dict.fromkeys(("scale", "v_scale"), "fp32")
     options = {"num_warps": launch.num_warps, "num_stages": launch.stages}

@@ -153,18 +153,19 @@ def test_an_eager_batch_may_be_larger(step, planned):
 @pytest.mark.parametrize(
     ("batch", "head_dim", "pages", "splits", "fp8_splits"),
     [
-        (16, 128, 128, 4, 7),
-        (16, 128, 256, 4, 7),
+        (16, 128, 128, 2, 7),
+        (16, 128, 256, 2, 7),
         (64, 128, 192, 1, 1),
-        # A split has at least 128 tokens.
-        (1, 128, 256, 32, 32),
-        (16, 256, 256, 4, 4),
+        (1, 128, 256, 33, 64),
+        # A split has at least 64 tokens.
+        (1, 128, 64, 16, 16),
+        (16, 256, 256, 2, 2),
     ],
 )
 def test_more_programs_share_an_sm_where_the_cache_is_fp8(
     batch, head_dim, pages, splits, fp8_splits
 ):
-    """Four programs on each of 132 SMs, or seven with an FP8 cache, for 8 KV heads."""
+    """Two programs on each of 132 SMs, or seven with an FP8 cache, for 8 KV heads."""
     cpu = torch.device("cpu")
     found = [decode_launch(batch, 8, head_dim, 16 * pages, cpu, size).splits for size in (2, 1)]
     assert found == [splits, fp8_splits]
