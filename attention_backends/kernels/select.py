@@ -36,8 +36,8 @@ from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
 _MMA_COLUMNS = 16
-# Rows of up to this many pages, or twice as many, are searched in a smaller tile, which is faster.
-_SHORT_ROW = 512
+# Pages of a row that the search keeps in registers at most.
+_MAX_CHUNK = 2048
 # Two programs an SM, with three tiles each in flight, cover the latency of gathered landmarks.
 _PROGRAMS_PER_SM = 2
 # Pages of an int4 tile, by the largest head dimension for which registers hold their landmarks. It
@@ -59,15 +59,14 @@ class SelectScratch(NamedTuple):
 class SelectLaunch(NamedTuple):
     """Launch shape, fixed at capture.
 
-    splits: programs that score one (request, KV head); block_pages: pages a tile;
-    radix: thresholds tried in one pass of the search; stages: landmark tiles in flight.
+    splits: programs that score one (request, KV head); block_pages: pages a tile; stages: landmark
+    tiles in flight.
     """
 
     splits: int
     block_pages: int
     num_warps: int = 4
     stages: int = 3
-    radix: int = 4
 
 
 def select_launch(
@@ -143,8 +142,6 @@ def _select_kernel(
     MMA_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    RADIX: tl.constexpr,
-    SHORT_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
     DEPENDENTS: tl.constexpr,
 ) -> None:
@@ -245,42 +242,9 @@ def _select_kernel(
                 if active > 1:
                     # Reset the counter for the next launch, or the next replay of a graph.
                     tl.store(arrivals + pair, 0)
-                if num_pages <= SHORT_ROW:
-                    store_selected(
-                        row_keys,
-                        pages,
-                        selected,
-                        num_pages,
-                        keep,
-                        SINK_PAGES,
-                        RECENT_PAGES,
-                        RADIX,
-                        SHORT_ROW,
-                    )
-                elif num_pages <= 2 * SHORT_ROW:
-                    store_selected(
-                        row_keys,
-                        pages,
-                        selected,
-                        num_pages,
-                        keep,
-                        SINK_PAGES,
-                        RECENT_PAGES,
-                        RADIX,
-                        2 * SHORT_ROW,
-                    )
-                else:
-                    store_selected(
-                        row_keys,
-                        pages,
-                        selected,
-                        num_pages,
-                        keep,
-                        SINK_PAGES,
-                        RECENT_PAGES,
-                        RADIX,
-                        CHUNK,
-                    )
+                store_selected(
+                    row_keys, pages, selected, num_pages, keep, SINK_PAGES, RECENT_PAGES, CHUNK
+                )
 
 
 def _check_scratch(scratch: SelectScratch, rows: int, max_pages: int) -> None:
@@ -395,9 +359,7 @@ def select_pages(
         MMA_COLUMNS=_MMA_COLUMNS,
         BLOCK=launch.block_pages,
         STAGES=launch.stages,
-        RADIX=launch.radix,
-        SHORT_ROW=_SHORT_ROW,
-        CHUNK=max(_SHORT_ROW, min(triton.next_power_of_2(max_pages), 2048)),
+        CHUNK=min(triton.next_power_of_2(max_pages), _MAX_CHUNK),
         DEPENDENTS=dependents,
         num_warps=launch.num_warps,
     )

@@ -7,6 +7,9 @@ page ids of the sinks, the best scored pages and the recent pages, in ascending 
 import triton
 import triton.language as tl
 
+# A block-wide reduction costs more than the compares, so several cuts share one; eight are slower.
+CUTS = tl.constexpr(4)
+
 
 @triton.jit
 def order_keys(scores: tl.tensor) -> tl.tensor:
@@ -70,20 +73,18 @@ def _find_threshold(
     first: tl.tensor,
     end: tl.tensor,
     wanted: tl.tensor,
-    RADIX: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Bracket [low, high) of keys that holds the wanted-th largest, and how many lie above it.
 
-    Each pass counts the keys above RADIX cuts at once: a block-wide reduction costs more than the
-    compares, so several cuts share one. The first pass cuts around the threshold of a normal
-    distribution, the next two around that of a uniform one inside the bracket. Later passes cut the
-    bracket into equal parts, so that the search ends for any scores. It stops as soon as the keys
-    from `low` up are exactly the wanted ones; only ties go down to the last bit.
+    Each pass counts the keys above CUTS cuts at once. The first pass cuts around the threshold of a
+    normal distribution, the next two around that of a uniform one inside the bracket. Later passes
+    cut the bracket into equal parts, so that the search ends for any scores. It stops as soon as
+    the keys from `low` up are exactly the wanted ones; only ties go down to the last bit.
 
     `resident`: the first CHUNK keys, [1, CHUNK], in registers.
     """
-    ladder = tl.arange(0, RADIX)
+    ladder = tl.arange(0, CUTS)
     lane = tl.arange(0, CHUNK)[None, :]
     low = tl.full((), 1, tl.uint32)
     high = tl.full((), 0xFFFFFFFF, tl.uint32)
@@ -97,13 +98,13 @@ def _find_threshold(
     high_value = centre + 6.0 * deviation
     # The cuts lie evenly from centre - spread to centre + spread.
     spread = 0.3 * deviation
-    offset = (2 * ladder - (RADIX - 1)) / (RADIX - 1)
+    offset = (2 * ladder - (CUTS - 1)) / (CUTS - 1)
     passes = from_low * 0
     while (wanted > 0) & (from_low != wanted) & (high - low > 1):
         values = centre + spread * offset
         cuts = order_keys(values).to(tl.uint32, bitcast=True)
         if passes >= 3:
-            step = tl.maximum((high - low) // (RADIX + 1), 1)
+            step = tl.maximum((high - low) // (CUTS + 1), 1)
             cuts = low + step * (ladder + 1).to(tl.uint32)
         cuts = tl.minimum(tl.maximum(cuts, low + 1), high - 1)
         counts = tl.sum((resident >= cuts[:, None]).to(tl.int32), axis=1)
@@ -159,7 +160,7 @@ def _store_chunk(
 
 
 @triton.jit
-def store_selected(
+def _store_row(
     keys: tl.tensor,
     pages: tl.tensor,
     selected: tl.tensor,
@@ -167,18 +168,16 @@ def store_selected(
     num_selected: tl.tensor,
     SINK_PAGES: tl.constexpr,
     RECENT_PAGES: tl.constexpr,
-    RADIX: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Write the physical ids of the kept pages in ascending logical order."""
+    """`store_selected`, with the first CHUNK pages in registers."""
     first = num_pages * 0 + SINK_PAGES
     end = num_pages - RECENT_PAGES
     wanted = num_selected - SINK_PAGES - RECENT_PAGES
-    # The first CHUNK keys and page ids stay in registers.
     lane = tl.arange(0, CHUNK)[None, :]
     resident = _load_keys(keys, lane, first, end)
     page = tl.load(pages + lane, mask=lane < num_pages, other=0)
-    low, high, above = _find_threshold(resident, keys, first, end, wanted, RADIX, CHUNK)
+    low, high, above = _find_threshold(resident, keys, first, end, wanted, CHUNK)
     # Keys inside the bracket tie (or are all wanted): the first of them fill up the budget.
     room = wanted - above
     carry = num_pages * 0
@@ -193,3 +192,26 @@ def store_selected(
         packed = _store_chunk(
             key, page, index, selected, num_pages, end, low, high, room, carry, SINK_PAGES
         )
+
+
+@triton.jit
+def store_selected(
+    keys: tl.tensor,
+    pages: tl.tensor,
+    selected: tl.tensor,
+    num_pages: tl.tensor,
+    num_selected: tl.tensor,
+    SINK_PAGES: tl.constexpr,
+    RECENT_PAGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Write the physical ids of the kept pages in ascending logical order.
+
+    The tile of a short row is smaller than CHUNK, which makes its search faster.
+    """
+    if num_pages <= 512:
+        _store_row(keys, pages, selected, num_pages, num_selected, SINK_PAGES, RECENT_PAGES, 512)
+    elif num_pages <= 1024:
+        _store_row(keys, pages, selected, num_pages, num_selected, SINK_PAGES, RECENT_PAGES, 1024)
+    else:
+        _store_row(keys, pages, selected, num_pages, num_selected, SINK_PAGES, RECENT_PAGES, CHUNK)

@@ -115,9 +115,9 @@ SELECTIONS = [
     # lengths, heads, head_dim, page_size, dtype, launch
     ([1, 160, 161, 700], (4, 2), 64, 16, BF16, SelectLaunch(1, 16)),
     ([640, 655, 656, 657], (6, 2), 128, 16, FP16, SelectLaunch(3, 8)),
-    ([3000, 330], (10, 2), 128, 32, BF16, SelectLaunch(4, 16, radix=4)),
-    ([4096, 700, 4097], (7, 1), 256, 64, FP16, SelectLaunch(2, 8, radix=2)),
-    ([1600, 900], (16, 1), 64, 16, FP16, SelectLaunch(32, 8, radix=16)),
+    ([3000, 330], (10, 2), 128, 32, BF16, SelectLaunch(4, 16)),
+    ([4096, 700, 4097], (7, 1), 256, 64, FP16, SelectLaunch(2, 8)),
+    ([1600, 900], (16, 1), 64, 16, FP16, SelectLaunch(32, 8)),
     ([2000], (3, 3), 128, 16, BF16, SelectLaunch(5, 32, num_warps=8)),
     ([640, 655, 1300], (6, 2), 80, 16, BF16, SelectLaunch(3, 16)),
     ([3000, 330], (5, 1), 96, 32, FP16, SelectLaunch(1, 32)),

@@ -159,7 +159,7 @@ def test_selection_spills_no_registers(tmp_path: Path) -> None:
         "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SINK_PAGES": 1, "RECENT_PAGES": 2,
         "UPDATE_LANDMARK": True, "LANDMARKS": 4, "PAIRS": 32, "GROUP_PAD": 4,
         "MMA_COLUMNS": 16, "BLOCK": launch.block_pages, "STAGES": launch.stages,
-        "RADIX": launch.radix, "SHORT_ROW": 512, "CHUNK": 2048, "DEPENDENTS": False,
+        "CHUNK": 2048, "DEPENDENTS": False,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k_buffer"), "*bf16")
     types |= {"landmarks": "*u8", "scales": "*fp16", "pairs": "*i64"}
