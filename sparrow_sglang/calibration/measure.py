@@ -137,7 +137,7 @@ def _raise_failed_start(signum: int, frame: FrameType | None) -> None:
 def measure(
     engine: Any, samples: Sequence[Sample], work: WorkFolder, batch: int, progress: Progress
 ) -> None:
-    """Measure the samples that `work` does not hold yet, `batch` at a time.
+    """Measure the samples that `work` does not hold yet, at most `batch` at a time.
 
     `engine` is an `sglang.Engine` that records at least `batch` generations. Raises
     `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
@@ -146,12 +146,13 @@ def measure(
     endpoint = EngineEndpoint(engine)
     done = work.load().keys()
     missing = [sample for sample in samples if sample.number not in done]
+    room: int = engine.get_server_info()["max_total_num_tokens"]
     if any(sample.switched for sample in missing):
-        missing = _sharing_prefixes(missing, engine.get_server_info()["max_total_num_tokens"])
+        missing = _sharing_prefixes(missing, room)
     finished = len(samples) - len(missing)
     progress.advance(finished)
     active: BudgetSchedule | None = None
-    for group in _batches(missing, batch):
+    for group in _batches(missing, batch, room):
         measured: dict[int, Tokens] = {}
         try:
             schedule = group[0].schedule
@@ -180,24 +181,40 @@ def measure(
 
 def _sharing_prefixes(samples: Sequence[Sample], room: int) -> list[Sample]:
     """Samples schedule by schedule, of as many prompts together as fit into a prefix cache of
-    `room` tokens, with what they generate and what is scored: each prompt is prefilled once."""
+    `room` tokens: each prompt is prefilled once."""
     part, parts, tokens = 0, dict[str, int](), 0
     for sample in samples:
         if sample.prompt.name not in parts:
-            tokens += (own := len(sample.prompt.input_ids) + 2 * sample.new_tokens)
+            tokens += _tokens(sample, ())
             if tokens > room:
-                part, tokens = part + 1, own
+                part, tokens = part + 1, _tokens(sample, ())
             parts[sample.prompt.name] = part
     order = {name: i for i, name in enumerate(dict.fromkeys(s.schedule.name for s in samples))}
     return sorted(samples, key=lambda s: (parts[s.prompt.name], order[s.schedule.name]))
 
 
-def _batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
-    """Up to `size` samples each, of one switched schedule or of none."""
+def _batches(samples: Sequence[Sample], size: int, room: int) -> Iterator[list[Sample]]:
+    """Up to `size` samples each, of one switched schedule or of none, that fit into `room` tokens.
+
+    Where they do not fit, SGLang scores a generation only after all that are waiting.
+    """
     for _, group in groupby(samples, lambda sample: sample.switched and sample.schedule.name):
-        together = list(group)
-        for start in range(0, len(together), size):
-            yield together[start : start + size]
+        batch: list[Sample] = []
+        tokens = 0
+        for sample in group:
+            more = _tokens(sample, batch)
+            if batch and (len(batch) == size or tokens + more > room):
+                yield batch
+                batch, tokens, more = [], 0, _tokens(sample, ())
+            batch.append(sample)
+            tokens += more
+        yield batch
+
+
+def _tokens(sample: Sample, others: Sequence[Sample]) -> int:
+    """KV tokens of a sample and of its scoring beside `others`, which may share its prefix."""
+    shared = any(other.prompt is sample.prompt for other in others)
+    return (0 if shared else len(sample.prompt.input_ids)) + 2 * sample.new_tokens
 
 
 def _measure_batch(

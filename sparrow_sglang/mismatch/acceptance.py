@@ -1,8 +1,6 @@
 """How far the sparse actor's next-token distribution is from the dense policy's.
 
-In: logits, top-k lists or sampled log-probs of the same tokens on both sides. Out: acceptance
-rates, bounds on them, and the mean that sampled tokens estimate. Imports torch only where a
-function needs it, SGLang never.
+Imports torch only where a function needs it, SGLang never.
 """
 
 from dataclasses import dataclass

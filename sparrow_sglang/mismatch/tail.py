@@ -1,7 +1,6 @@
-"""The lower tail of the acceptance rate over tokens: a percentile per position bin.
+"""The lower tail of the acceptance rate: a percentile per position bin, with its interval.
 
-In: acceptance rates of tokens, with their bins and the prompt they came from. Out: tail
-percentile and mean per bin with confidence intervals. Imports neither torch nor SGLang.
+Imports neither torch nor SGLang.
 """
 
 import zlib

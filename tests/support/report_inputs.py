@@ -117,6 +117,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "critic/score/max": 1.0,
         "response_length/mean": float(length),
         "response_length/max": float(2 * length),
+        "response_length/clip_ratio": 0.25,
         "rollout_corr/k3_kl": 0.01 + 0.001 * draw.random(),
         "actor/entropy": 0.5 - 0.01 * step,
         **acceptance_metrics(alpha, np.arange(400) // 200),

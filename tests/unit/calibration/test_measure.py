@@ -37,6 +37,9 @@ class Engine:
     def __init__(self, pairs: int = 9) -> None:
         self.pairs = pairs
 
+    def get_server_info(self) -> dict[str, int]:
+        return {"max_total_num_tokens": 10_000}
+
     def generate_pairs(
         self,
         requests: Sequence[Any],
@@ -92,6 +95,25 @@ def test_prompts_that_fit_into_the_cache_together_are_measured_under_all_schedul
     assert sorted(work.load()) == list(range(6))
     first, second = (schedule.name for schedule in schedules)
     assert asked == [(first, 5), (first, 6), (second, 5), (second, 6), (first, 7), (second, 7)]
+
+
+def test_a_batch_fits_into_the_kv_pool(tmp_path: Path) -> None:
+    """Otherwise generations are scored only after all that wait, and a kill loses all of them."""
+    sizes: list[int] = []
+
+    class Small(Engine):
+        def get_server_info(self) -> dict[str, int]:
+            return {"max_total_num_tokens": 2 * 100 + 5 * 8}
+
+        def generate_pairs(self, requests: Sequence[Any], *calls: Any) -> None:
+            sizes.append(len(requests))
+            super().generate_pairs(requests, *calls)
+
+    prompts = [Prompt(str(first), (first, *PROMPT.input_ids[1:])) for first in (5, 6, 7)]
+    samples = plan_samples(prompts, [BudgetSchedule.fixed(n) for n in (64, 80, 96)], 1, 4, 320)
+    calibration_measure.measure(Small(), samples, WorkFolder(tmp_path, {}), 8, Progress(9, "x"))
+    # Three of a prompt share its prefix.
+    assert sizes == [5, 4]
 
 
 def test_an_interrupt_keeps_what_was_measured_of_a_batch(
