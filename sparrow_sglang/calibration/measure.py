@@ -1,5 +1,7 @@
 """Measure samples with an SGLang engine: the acceptance rate of every sparsely decoded token."""
 
+import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -115,9 +117,10 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
 
 
 def stop_waiting_when_it_dies(engine: Any) -> None:
-    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies.
+    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and
+    `SystemExit` on SIGTERM.
 
-    SGLang's own handler kills this process without a message.
+    SGLang's own handlers kill this process without a message, and wait for all requests.
     """
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 
@@ -126,6 +129,12 @@ def stop_waiting_when_it_dies(engine: Any) -> None:
             self, signum: int | None = None, frame: FrameType | None = None
         ) -> None:
             engine.loop.stop()
+
+        def sigterm_handler(
+            self, signum: int | None = None, frame: FrameType | None = None
+        ) -> None:
+            # asyncio passes this on to the caller of the loop.
+            sys.exit(128 + signal.SIGTERM)
 
     engine.tokenizer_manager.signal_handler_class = StopLoop
 

@@ -200,7 +200,7 @@ def _start(argv: list[str], kill_after_batches: int | None, report: Path) -> Any
     return child
 
 
-def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
+def test_signals_and_a_dead_engine_lose_only_the_open_batch(
     calibrated: Path, model: str, tmp_path: Path
 ) -> None:
     # `calibrated` has imported all that a forked child needs.
@@ -208,13 +208,19 @@ def test_a_kill_and_a_dead_engine_lose_only_the_open_batch(
     sizes = [*BUDGETS[:4], "--budgets", "64", "96", "--batch", "8", "--new-tokens", "40"]
     out = ["--target", "0.7", "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
     argv = [*words, *sizes, *out]
-    child = _start(argv, None, tmp_path / "log")
-    deadline = time.monotonic() + 120
-    while len(list((tmp_path / "w").glob("batch-*.parquet"))) < 2:
-        assert child.is_alive() and time.monotonic() < deadline, (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    os.killpg(child.pid, signal.SIGKILL)
-    child.join()
+
+    def signalled_after(batches: int, number: int) -> int:
+        child = _start(argv, None, tmp_path / "log")
+        deadline = time.monotonic() + 120
+        while len(list((tmp_path / "w").glob("batch-*.parquet"))) < batches:
+            assert child.is_alive() and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        (os.kill if number == signal.SIGTERM else os.killpg)(child.pid, number)
+        child.join(30)
+        return child.exitcode
+
+    assert signalled_after(1, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert signalled_after(2, signal.SIGKILL) == -signal.SIGKILL
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w").glob("batch-*.parquet")}
 
     child = _start(argv, 1, tmp_path / "log")
