@@ -15,6 +15,9 @@ from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
 from sparrow_sglang.rl.types import Rollout
 from sparrow_sglang.schedule import BudgetSchedule
 
+MIN_PROMPTS = 8
+"""Prompts below which measured tails do not change how much of an adapter rollouts use."""
+
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
@@ -91,30 +94,3 @@ def acceptance_metrics(alpha: ArrayLike, bins: ArrayLike) -> dict[str, float]:
 def tail_percentile(values: NDArray[np.float64]) -> float:
     """The 5th percentile of `values` [N], as the ceil(N / 20)-th smallest."""
     return float(np.percentile(values, TAIL_PERCENTILE, method="inverted_cdf"))
-
-
-STANDARD_ERRORS = 2.0
-MIN_OBSERVATIONS = 8
-"""With eight observations or more, a mean less two standard errors is a one-sided 95 % lower
-confidence bound of Student's t: 1.895 standard errors at seven degrees of freedom, fewer above."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Estimated share of tokens below some rate, its standard error, and what it is of."""
-
-    value: float
-    error: float
-    tokens: int
-
-    @classmethod
-    def of(cls, counts: Sequence[tuple[float, float]]) -> "Share":
-        """Ratio estimate of (tokens below, all tokens) per observation, of which there are several.
-
-        The error is that of a ratio of means over clusters (Cochran, Sampling Techniques, 6.3).
-        """
-        below, tokens = np.array(counts, np.float64).T
-        value = below.sum() / tokens.sum()
-        n = len(tokens)
-        spread = np.sqrt(n / (n - 1) * np.square(below - value * tokens).sum())
-        return cls(float(value), float(spread / tokens.sum()), int(tokens.sum()))

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from safetensors.torch import save_file
@@ -21,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.batch import TokenSequence
+from sparrow_sglang.rl.acceptance import MIN_PROMPTS, Acceptance, tail_percentile
+from sparrow_sglang.rl.batch import Batch, TokenSequence
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -34,6 +37,18 @@ from sparrow_sglang.schedule import BudgetSchedule
 ADAPTER = "sparrow"
 """Name of the adapter, in the model and in SGLang's LoRA manager."""
 
+SCALES = (0.0, 0.5, 1.0)
+"""Shares of the adapter that rollouts may use; at 0 they are those of an actor without it."""
+
+WINDOW_STEPS = 10
+"""Latest steps whose measurements at one scale are pooled."""
+
+STANDARD_ERRORS = 3.0
+"""With `MIN_PROMPTS` a one-sided bound of 99 % by Student's t, as each step looks again."""
+
+Gains = dict[str, tuple[int, ...]]
+"""By prompt: its tokens, and those that each of `SCALES` gains, see `gains`."""
+
 # Lower bound of the probability mass outside the top-k lists: rounding hides anything smaller.
 _LEAST_REST = 1e-6
 
@@ -42,7 +57,8 @@ class SparseAdapter:
     """The adapter of a policy, and its optimizer.
 
     `scale` multiplies the adapter in rollouts, and in what `merged_weights`, `tensors` and `save`
-    give. Steps of the adapter compute with the whole adapter.
+    give. It is 0 until `choose_scale` finds that the adapter helps; `gains` are its measurements.
+    Steps of the adapter compute with the whole adapter.
     """
 
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
@@ -50,7 +66,8 @@ class SparseAdapter:
 
         Raises `InputError` as `require_modules` does.
         """
-        self.scale = 1.0
+        self.scale = 0.0
+        self.gains: list[Gains] = []
         self._policy = policy
         self._settings = settings
         self._lora = LoraConfig(
@@ -154,6 +171,8 @@ class SparseAdapter:
             gap = torch.cat(sparse_entropies).double() - torch.cat(dense_entropies).double()
             slope = 2 * settings.entropy * float(gap.mean())
         policy.model.train()
+        # A step that raised may have left gradients behind.
+        self._optimizer.zero_grad()
         tokens = sum(len(response) for _, response in sequences)
 
         def means(packed: Packed) -> torch.Tensor:
@@ -218,9 +237,10 @@ class SparseAdapter:
         save_file(weights, folder / "adapter_model.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors, optimizer and scale."""
+        """Factors, optimizer, scale and its measurements."""
         return {
             "scale": self.scale,
+            "gains": self.gains,
             "params": [parameter.detach() for parameter in self._params],
             "optimizer": self._optimizer.state_dict(),
         }
@@ -231,7 +251,7 @@ class SparseAdapter:
             for parameter, saved in zip(self._params, state["params"], strict=True):
                 parameter.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
-        self.scale = state["scale"]
+        self.scale, self.gains = state["scale"], state["gains"]
 
     def _merged_rows(
         self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float
@@ -323,3 +343,76 @@ def summed(
         for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
     ]
     return torch.stack(parts).sum(0)
+
+
+def choose_scale(
+    adapter: SparseAdapter,
+    policy: DensePolicy,
+    batch: Batch,
+    schedule: BudgetSchedule,
+    temperature: float,
+) -> dict[str, float]:
+    """Set `adapter.scale` to the `best_scale` on the responses of `batch`; returns metrics.
+
+    What the latest steps have measured at the same scale counts, too. Acceptance rates are measured
+    in the engine's dtype, with the adapter merged or unmerged as the engine gets it.
+    """
+    actors = [partial(adapter.delivered, scale) for scale in SCALES]
+    rates = policy.acceptances(batch.segments, schedule, actors, temperature)
+    measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]
+    counted = measured[0].counted
+    if counted.any():
+        adapter.gains = [*adapter.gains, gains(adapter.scale, measured)][-WINDOW_STEPS:]
+    prompts = len({prompt for step in adapter.gains for prompt in step})
+    scale = best_scale(adapter.scale, adapter.gains)
+    if scale != adapter.scale:
+        adapter.scale, adapter.gains = scale, []
+    return {"sparrow/distill_scale": scale, "sparrow/distill_gate_prompts": float(prompts)} | {
+        f"sparrow/distill_p05_scale{scale:g}": tail_percentile(some.rates[counted])
+        for scale, some in zip(SCALES, measured, strict=True)
+        if counted.any()
+    }
+
+
+def gains(current: float, measured: Sequence[Acceptance]) -> Gains:
+    """What each of `SCALES`, with its measurement of the same tokens, gains over the `current` one.
+
+    A scale gains a token whose acceptance rate it lifts above what, in the token's bin, is the tail
+    percentile at the current scale.
+    """
+    now = measured[SCALES.index(current)]
+    tails = np.full(len(now.bins), np.nan)
+    for index in np.unique(now.bins[now.counted]).tolist():
+        tails[now.bins == index] = tail_percentile(now.rates[now.bins == index])
+    gained = [(now.rates <= tails).astype(int) - (some.rates <= tails) for some in measured]
+    prompts = np.array([rollout.prompt_id for rollout in now.rollouts])[now.owners]
+    return {
+        prompt: (int(own.sum()), *(int(one[own].sum()) for one in gained))
+        for prompt in dict.fromkeys(prompts[now.counted].tolist())
+        for own in [now.counted & (prompts == prompt)]
+    }
+
+
+def best_scale(current: float, window: Sequence[Gains]) -> float:
+    """The one of `SCALES` that rollouts should use, by the `gains` of several steps over `current`.
+
+    Another scale is taken if it gains by `STANDARD_ERRORS` of a ratio of means over clusters
+    (Cochran, Sampling Techniques, 6.3); of several the one that gains most. Samples of one prompt
+    resemble each other, so a prompt is one cluster. With fewer than `MIN_PROMPTS` the scale stays.
+    """
+    pooled: dict[str, NDArray[np.float64]] = {}
+    for step in window:
+        for prompt, counts in step.items():
+            pooled[prompt] = pooled.get(prompt, 0.0) + np.array(counts, np.float64)
+    count = len(pooled)
+    if count < MIN_PROMPTS:
+        return current
+    tokens, *gained = np.array(list(pooled.values())).T
+    better: dict[float, float] = {}
+    for scale, below in zip(SCALES, gained, strict=True):
+        gain = below.sum() / tokens.sum()
+        squares = np.square(below - gain * tokens).sum()
+        error = np.sqrt(count / (count - 1) * squares) / tokens.sum()
+        if gain > STANDARD_ERRORS * error:
+            better[scale] = gain
+    return max(better, key=lambda scale: better[scale], default=current)

@@ -17,10 +17,9 @@ import torch
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.provenance import device_name
 from sparrow_sglang.rl.acceptance import Acceptance
-from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter
+from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, choose_scale
 from sparrow_sglang.rl.engines.buckets import NamedTensors
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine

@@ -15,6 +15,7 @@ from sparrow_sglang.rl.batch import Batch, evenly
 from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import correct
+from sparrow_sglang.rl.engines.processes import EngineDied, EngineNotStarted
 from sparrow_sglang.rl.evaluation import evaluate
 from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.metrics import (
@@ -48,8 +49,10 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
     Raises:
         InputError, ScheduleError, ModelError: something asked for is not there,
             wrong, or at odds with the run in `run_dir`; nothing has been lost then.
-        EngineDied, RolloutError: the rollouts of a step cannot be completed.
-        TrainersLost: trainer workers died more than `cluster.max_restarts` times.
+        EngineNotStarted, RolloutError: an engine cannot be started, or what it samples cannot be
+            trained on.
+        EngineDied, TrainersLost: processes died more than `cluster.max_restarts` times without a
+            new checkpoint in between.
         RewardsFailed: the reward function cannot be loaded, or failed for every response.
         FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
             finite. A single such step is skipped.
@@ -61,13 +64,15 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
             try:
                 _train(config, setup, resume)
                 return newest_checkpoint(config.run_dir)
-            except TrainersLost as error:
+            except EngineNotStarted:
+                raise
+            except (EngineDied, TrainersLost) as error:
                 before, newest = newest, newest_checkpoint(config.run_dir)
                 failures = failures + 1 if newest == before else 1
                 if config.cluster is None or failures > config.cluster.max_restarts:
                     raise
                 start = newest or "the beginning"
-                logger.warning("%s; the trainer workers start again from %s", error, start)
+                logger.warning("%s; the run starts again from %s", error, start)
                 resume = True
 
 

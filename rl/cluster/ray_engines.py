@@ -1,8 +1,7 @@
 """Rollout engines on any number of hosts: Ray actors with one SGLang engine each.
 
-In: prompts, distributed among the engines by load, and a way to send weights. Out: groups, complete
-even if engines die: a dead engine is replaced, given the current weights, and its unfinished groups
-are rolled out again.
+Prompts are distributed among the engines by load. The death of one ends the attempt, as that of a
+trainer worker does.
 """
 
 import logging
@@ -10,7 +9,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import ray
@@ -24,37 +22,25 @@ from ray.util.scheduling_strategies import (
 
 from sparrow_sglang.rl.cluster.engine_actor import CONTROL, EngineActor
 from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
-from sparrow_sglang.rl.cluster.weight_broadcast import BroadcastTimeout
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.engines.processes import EngineDied
+from sparrow_sglang.rl.engines.processes import EngineDied, EngineNotStarted
 from sparrow_sglang.rl.engines.responses import POLL_S, MoreGroups, OnFinished, ShouldStop
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
-from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group
-from sparrow_sglang.schedule import BudgetSchedule
 
 START: Callable[..., LocalEngine] = LocalEngine
 """Starts the engine in each actor's process."""
 
-MAX_DEATHS = 3
-"""Engines that may die in one rollout or update, or as many as there are if these are more; if more
-die, the run stops, as the cause will likely persist."""
-
 PLACEMENT_TIMEOUT_S = 60.0
-"""Time for Ray to find GPUs for an engine; without, the run goes on with the other engines."""
+"""Time for Ray to find GPUs for an engine; without them, the run goes on with the other engines."""
 
 START_TIMEOUT_S = 1800.0
 """Time for an engine to start serving, enough for a large checkpoint on a slow disk."""
 
 ANSWER_TIMEOUT_S = 300.0
-"""Time for all engines to complete a call between rollouts; an engine that takes longer is
-replaced."""
-
-STUCK_TIMEOUT_S = 60.0
-"""The same after weights did not get through: engines that then wait for one that has died would
-do so for the ten minutes of NCCL, or the thirty of gloo."""
+"""Time for all engines to complete a call between rollouts."""
 
 _DEATH = (RayActorError, ObjectLostError, EngineDied, GetTimeoutError)
 
@@ -103,27 +89,21 @@ class RayEngines(RolloutEngine):
     ) -> None:
         """Start the engines and wait until all serve; `defaults` are as of `Learner.open_engine`.
 
-        Raises `EngineDied` if an engine does not start; the message holds its reason.
+        Raises `EngineNotStarted` if an engine does not start; the message holds its reason.
         """
-        # All may die together, with their host or with one that they wait for in a broadcast.
-        self._max_deaths = max(MAX_DEATHS, cluster.engines)
         self._gpus, self._places = cluster.gpus_per_engine, places
         sleeps = {} if places else {"enable_memory_saver": False}
         self._arguments = {"tp_size": self._gpus, **sleeps, **defaults, **engine.server_args}
-        self._schedule_name, self._model_path = engine.schedule, model_path
+        self._schedule, self._model_path = engine.schedule, model_path
         self._capacity = self._arguments.get("max_running_requests") or float("inf")
         self.dtype = torch.float32
-        self._send: Send | None = None
-        self._version = ""
-        self._schedule: BudgetSchedule | None = None
-        self._deaths = self._rollouts = 0
+        self._loaded = False
+        self._rollouts = 0
         self._engines: dict[int, _Engine] = {}
         try:
             for slot in range(cluster.engines):
                 self._start(slot)
-            self._require_some()
-            for slot in self._engines:
-                self._await_start(slot)
+            self._await_start()
         except BaseException:
             self.close()
             raise
@@ -139,12 +119,12 @@ class RayEngines(RolloutEngine):
         """See `RolloutEngine`; a group goes to the engine with the fewest unfinished responses.
 
         Raises:
-            EngineDied: more engines died than `MAX_DEATHS` says, or none is left.
+            EngineDied: an engine is gone.
             ray.exceptions.RayTaskError: an engine failed without dying, e.g. `RolloutError`.
         """
-        if self._send is None:
+        if not self._loaded:
             raise RuntimeError("the engines' weights are not complete: call `load` first")
-        self._deaths, self._rollouts = 0, self._rollouts + 1
+        self._rollouts += 1
         for engine in self._engines.values():
             engine.stream, engine.owed = None, {}
         waiting, count, stopped = deque(enumerate(groups)), len(groups), False
@@ -175,8 +155,7 @@ class RayEngines(RolloutEngine):
                     waiting.extend(engine.owed.items())
                     engine.stream, engine.owed = None, {}
                 except _DEATH as error:
-                    waiting.extendleft(reversed(engine.owed.items()))
-                    self._replace(slot, error)
+                    raise _died(slot, error) from error
                 else:
                     del engine.owed[position]
                     if on_finished is not None:
@@ -211,44 +190,19 @@ class RayEngines(RolloutEngine):
     def load(self, send: Send, version: str) -> str | None:
         """Have `send` send weights to all engines; later rollouts carry `version`.
 
-        Engines that have died meanwhile, or die now, are replaced, and get the weights of `send`,
-        as does an engine that replaces one in the rollouts that follow. Returns what `send` does.
-
-        Raises:
-            EngineDied: as in `stream`, or an engine does not answer in time.
+        Returns what `send` does. Raises `EngineDied` if an engine is gone or does not answer in
+        time.
         """
-        self._deaths, self._send = 0, None
-        while True:
-            self._call_all("prepare_load")
-            try:
-                adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
-            except TrainersLost:
-                # Nobody is left who could send.
-                raise
-            except (EngineDied, RuntimeError) as error:
-                logger.warning("weights were not sent: %s", _reason(error))
-                signs = {slot: one.actor.ready.remote() for slot, one in self._engines.items()}
-                all_run = self._all_answer(signs, STUCK_TIMEOUT_S)
-                if all_run and isinstance(error, BroadcastTimeout):
-                    # The cause is the network, so engines would get stuck again.
-                    raise
-                if self._call_all("require_alive", timeout_s=STUCK_TIMEOUT_S) and all_run:
-                    raise
-            else:
-                if self._call_all("finish_load", version):
-                    self._send, self._version = send, version
-                    return adapter
-
-    def set_schedule(self, schedule: BudgetSchedule) -> None:
-        """See `RolloutEngine`; a replaced engine gets the schedule too."""
-        self._schedule = schedule
-        self._call_all("set_schedule", schedule)
+        self._loaded = False
+        self._call_all("prepare_load")
+        adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
+        self._call_all("finish_load", version)
+        self._loaded = True
+        return adapter
 
     def release(self) -> None:
         """See `RolloutEngine`; does nothing for engines that share no GPU with a trainer."""
-        while not self._call_all("release") and self._places:
-            # The engine that replaces one has its memory still.
-            continue
+        self._call_all("release")
 
     def resume(self) -> None:
         """See `RolloutEngine`."""
@@ -270,8 +224,6 @@ class RayEngines(RolloutEngine):
         strategy: Any = "SPREAD"
         if self._places:
             node, devices = self._places[slot]
-            if not any(host["NodeID"] == node and host["Alive"] for host in ray.nodes()):
-                raise TrainersLost(f"the host of engine {slot} and of its trainers is gone")
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             # The GPUs are those of trainers, so Ray must not choose others, or none.
             variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -288,7 +240,7 @@ class RayEngines(RolloutEngine):
         options["num_gpus"] = self._gpus if placement else 0
         # Any: Ray's handles are typed as if calls through them were plain attributes.
         kind: Any = ray.remote(**options)(EngineActor)
-        actor = kind.remote(START, self._model_path, self._schedule_name, arguments)
+        actor = kind.remote(START, self._model_path, self._schedule, arguments)
         self._engines[slot] = _Engine(actor, placement)
 
     def _end(self, slot: int) -> None:
@@ -298,78 +250,43 @@ class RayEngines(RolloutEngine):
         if engine.placement is not None:
             remove_placement_group(engine.placement)
 
-    def _require_some(self) -> None:
-        if not self._engines:
-            raise EngineDied(
-                f"no rollout engine is left, and Ray has no {self._gpus} free GPUs on one host for"
-                " another: see `ray status`"
-            )
-
-    def _call_all(self, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
-        """Call the method on all engines at the same time; returns whether all were alive.
-
-        A dead engine is replaced by another, which gets no call: `_await_start` gives it all that
-        the others have.
-        """
+    def _call_all(self, method: str, *arguments: Any) -> None:
+        """Call the method on all engines at the same time; raises `EngineDied`."""
         calls = {
             slot: engine.actor.call.remote(method, *arguments)
             for slot, engine in self._engines.items()
         }
-        return self._all_answer(calls, timeout_s)
-
-    def _all_answer(self, calls: Mapping[int, Any], timeout_s: float) -> bool:
-        """Wait for the engines' answers; replaces those that do not answer in time."""
-        deaths, deadline = self._deaths, time.monotonic() + timeout_s
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         for slot, call in calls.items():
             try:
                 ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except _DEATH as error:
-                self._replace(slot, error)
-        return self._deaths == deaths
+                raise _died(slot, error) from error
 
-    def _replace(self, slot: int, error: Exception) -> None:
-        self._deaths += 1
-        reason = _reason(error)
-        self._end(slot)
-        if self._deaths > self._max_deaths:
-            raise EngineDied(
-                f"{self._deaths} rollout engines died within one rollout or update, the last one in"
-                f" slot {slot}: {reason} Look at Ray's logs of its worker for the cause."
-            ) from error
-        logger.warning("rollout engine %d died (%s); starting another", slot, reason)
-        self._start(slot)
-        self._require_some()
-        if slot in self._engines:
-            self._await_start(slot)
-
-    def _await_start(self, slot: int) -> None:
-        """Wait for the engine, and give it the weights and the schedule that the others have."""
-        actor = self._engines[slot].actor
-        get: Callable[[Any], Any] = partial(ray.get, timeout=START_TIMEOUT_S)
+    def _await_start(self) -> None:
+        if not self._engines:
+            raise EngineNotStarted(
+                f"Ray has no {self._gpus} free GPUs on one host for a rollout engine: see `ray"
+                " status`"
+            )
         try:
-            self.dtype = get(actor.ready.remote())
-            # During an update there is nothing to send yet: `load` sends again.
-            get(actor.call.remote("prepare_load"))
-            if self._send is not None:
-                self._send({slot: actor})
-                get(actor.call.remote("finish_load", self._version))
-            if self._schedule is not None:
-                get(actor.call.remote("set_schedule", self._schedule))
+            for engine in self._engines.values():
+                self.dtype = ray.get(engine.actor.ready.remote(), timeout=START_TIMEOUT_S)
         except GetTimeoutError:
-            raise EngineDied(
+            raise EngineNotStarted(
                 f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s: it is still"
                 " loading, or its host is not reached"
             ) from None
         except _DEATH as error:
-            raise EngineDied(f"a rollout engine did not start: {error}") from error
+            raise EngineNotStarted(f"a rollout engine did not start: {error}") from error
+
+
+def _died(slot: int, error: Exception) -> EngineDied:
+    """The cause of a death, without Ray's ids and tracebacks, which come first."""
+    text = str(getattr(error, "cause", error)).strip() or repr(error)
+    return EngineDied(f"rollout engine {slot} died: {text.splitlines()[-1]}")
 
 
 def _left(group: Group) -> int:
     """Responses that are still to be sampled; 1 if none is, as the engine must return the group."""
     return max(1, sum(not rollout.finished for rollout in group.rollouts))
-
-
-def _reason(error: Exception) -> str:
-    """The cause of a failure, without Ray's ids and tracebacks, which come first."""
-    text = str(getattr(error, "cause", error)).strip() or repr(error)
-    return text.splitlines()[-1]

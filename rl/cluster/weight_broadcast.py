@@ -23,10 +23,6 @@ time includes the set-up of NCCL's connections."""
 _END_S = 10.0
 
 
-class BroadcastTimeout(EngineDied):
-    """The trainer and the engines did not reach each other in time; they may wait for ever."""
-
-
 class WeightBroadcast:
     """The process group of this process, which is rank 0, and the ranks of engines."""
 
@@ -42,7 +38,7 @@ class WeightBroadcast:
         The process group is made again if the actors are others than before, or after an error.
 
         Raises:
-            BroadcastTimeout: not all have joined, or loaded the bucket, within `LIMIT_S`.
+            EngineDied: not all have joined, or loaded the bucket, within `LIMIT_S`.
         """
         try:
             if self._actors != actors:
@@ -131,7 +127,7 @@ def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) ->
     if not late:
         return ours.result()
     names = [name for future, name in theirs.items() if future in late] or ["the trainer"]
-    raise BroadcastTimeout(
+    raise EngineDied(
         f"{what} was not done within {LIMIT_S:.0f} s, {', '.join(names)} of {len(answers)} did not"
         " get through: check that the hosts reach each other on all ports, that NCCL_SOCKET_IFNAME"
         " names the right network and every NCCL_* variable is the same on all of them"

@@ -116,8 +116,8 @@ class ClusterConfig(Section):
     """Engines share the trainers' GPUs, and sleep during the update. Otherwise they have GPUs of
     their own, and get the weights by a broadcast."""
     max_restarts: NonNegativeInt = 3
-    """How often trainer workers that died start again from the newest checkpoint, without a new
-    checkpoint in between, before the run ends with the reason."""
+    """How often a run starts again from the newest checkpoint after the death of a trainer worker
+    or engine, without a new checkpoint in between, before it ends with the reason."""
     collective_timeout_s: PositiveFloat = 1800.0
     """Seconds that a trainer worker waits for the others before it gives them up."""
 

@@ -7,6 +7,7 @@ In: prompts, and weights with a version. Out: groups. `ray_engines` has the same
 import asyncio
 import atexit
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ from sparrow_sglang.rl.types import Group
 from sparrow_sglang.sglang_versions import weight_update_session
 
 IDLE_TIMEOUT_S = 60.0
+
+ANSWER_TIMEOUT_S = 600.0
+"""Time for the engine to answer a call between rollouts."""
 
 
 class LocalEngine(RolloutEngine):
@@ -232,11 +236,13 @@ class LocalEngine(RolloutEngine):
 
     def _run(self, call: Any) -> Any:
         loop = self.engine.loop
-        task = loop.create_task(call)
+        task, began = loop.create_task(call), time.monotonic()
         while not task.done():
             loop.run_until_complete(asyncio.wait({task}, timeout=POLL_S))
             if not task.done():
                 self.require_alive()
+                if time.monotonic() - began > ANSWER_TIMEOUT_S:
+                    raise EngineDied(f"the engine did not answer within {ANSWER_TIMEOUT_S:.0f} s")
         return task.result()
 
     async def _take_signals_back(self, on_sigterm: Any) -> None:

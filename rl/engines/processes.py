@@ -12,7 +12,11 @@ from sparrow_sglang.errors import SparrowError
 
 
 class EngineDied(SparrowError, RuntimeError):
-    """A process of an engine is gone, or an engine failed too often; the run cannot go on."""
+    """A process of an engine is gone, or an engine does not answer."""
+
+
+class EngineNotStarted(EngineDied):
+    """An engine did not start, and would not do so another time."""
 
 
 class EngineProcesses:

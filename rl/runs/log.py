@@ -13,6 +13,7 @@ from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
+from sparrow_sglang.rl.acceptance import MIN_PROMPTS
 from sparrow_sglang.rl.config import DENSE, LoggingConfig, TrainConfig
 from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.run_folder import (
@@ -158,6 +159,10 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool =
         words.append(f"KV read {read:.0f} of {cached:.0f} tokens")
         if read == cached:
             words.append("nothing sparse: all lengths are within the budget")
+    if "sparrow/distill_scale" in metrics:
+        judged = metrics["sparrow/distill_gate_prompts"]
+        short = f" ({judged:.0f} of {MIN_PROMPTS} prompts measured)" if judged < MIN_PROMPTS else ""
+        words.append(f"adapter scale {metrics['sparrow/distill_scale']:g}{short}")
     words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
     if metrics.get(ALARM):
         words.append(

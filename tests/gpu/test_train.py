@@ -238,6 +238,7 @@ def adapter(policy, engine, prompts) -> SparseAdapter:
     """An adapter that is trained enough to change the distribution."""
     sequences, _ = rollouts(engine, prompts, Sampling(NEW_TOKENS))
     adapter = SparseAdapter(policy, SETTINGS)
+    adapter.scale = 1.0
     for _ in range(8):
         adapter.step(sequences[::3], SCHEDULE)
     return adapter

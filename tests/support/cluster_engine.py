@@ -34,8 +34,6 @@ class Repeatable(Sampler):
 
     def require_alive(self) -> None: ...
 
-    def set_schedule(self, schedule: Any) -> None: ...
-
     def prepare_load(self) -> None:
         self._loaded: dict[str, torch.Tensor] = {}
 

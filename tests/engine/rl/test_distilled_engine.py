@@ -58,6 +58,7 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
     """Prompts end and responses begin around every edge of a page and of a bin."""
     policy = new_policy(sharp_llama)
     adapter = SparseAdapter(policy, settings())
+    adapter.scale = 1.0
     for _ in range(3):
         adapter.step(SEQUENCES, growing)
     prompts = [

@@ -18,7 +18,7 @@ from training import FP32, optimizer_steps, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl import adapter_gate, collect, trainer
+from sparrow_sglang.rl import collect, learner, trainer
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
@@ -66,12 +66,14 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path):
     assert state["metrics"]["critic/score/mean"] == steps[-1]["critic/score/mean"]
 
 
-@pytest.mark.parametrize(("delivery", "gated"), [("merged", False), ("lora", True)])
+@pytest.mark.parametrize(("delivery", "gated"), [("merged", True), ("lora", False)])
 def test_rollouts_use_the_adapter_and_evaluation_does_not(
     byte_model, tmp_path, monkeypatch, delivery, gated
 ):
     if not gated:
-        monkeypatch.setattr(adapter_gate, "SCALES", (1.0,))
+        monkeypatch.setattr(
+            learner, "choose_scale", lambda adapter, *rest: setattr(adapter, "scale", 1.0) or {}
+        )
     config = settings(
         byte_model,
         tmp_path / "run",

@@ -1,6 +1,7 @@
 """What rollouts get of an adapter: what measures best, and nothing of one that does harm."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,8 @@ from distillation import SCHEDULE, SEQUENCES, new_policy, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl.acceptance import Acceptance
-from sparrow_sglang.rl.adapter_gate import best_scale, choose_scale
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.distill import SparseAdapter
+from sparrow_sglang.rl.distill import SparseAdapter, best_scale, choose_scale, gains
 from sparrow_sglang.rl.types import Rollout
 
 # Each sequence once for a prompt of its own, as the scale needs eight.
@@ -38,6 +38,7 @@ def test_nothing_of_a_bad_adapter_is_delivered(sharp_llama, delivery):
     adapter = SparseAdapter(policy, settings(delivery=delivery))
     without = np.concatenate(policy.acceptance(SEQUENCES, SCHEDULE))
     damaged(adapter)
+    adapter.scale = 1.0
     metrics = choose_scale(adapter, policy, BATCH, SCHEDULE, 1.0)
     assert adapter.scale == metrics["sparrow/distill_scale"] == 0
     assert metrics["sparrow/distill_p05_scale1"] < metrics["sparrow/distill_p05_scale0"]
@@ -100,13 +101,14 @@ def test_merged_measurement_rounds_as_an_engine_in_bfloat16_does(sharp_llama):
     np.testing.assert_array_equal(delivered, plain)
 
 
-def test_the_scale_survives_a_checkpoint(sharp_llama):
+def test_the_scale_and_its_measurements_survive_a_checkpoint(sharp_llama):
     adapter = SparseAdapter(new_policy(sharp_llama), settings())
-    adapter.scale = 0.5
+    adapter.scale, adapter.gains = 0.5, [{"p": (7, 0, 0, 2)}]
     saved = copy.deepcopy(adapter.state_dict())
     restored = SparseAdapter(new_policy(sharp_llama), settings())
+    assert restored.scale == 0
     restored.load_state_dict(saved)
-    assert restored.scale == 0.5
+    assert (restored.scale, restored.gains) == (0.5, adapter.gains)
 
 
 def measured(*shares: float, prompts: int = 8, tokens: int = 500) -> list[Acceptance]:
@@ -126,24 +128,62 @@ def measured(*shares: float, prompts: int = 8, tokens: int = 500) -> list[Accept
     return found
 
 
+def best(current: float, found: list[Acceptance]) -> float:
+    return best_scale(current, [gains(current, found)])
+
+
 def test_the_scale_changes_only_where_the_measurement_proves_another_better():
     # Differences within the noise: whatever is used stays.
     for scale in (0.0, 0.5, 1.0):
-        assert best_scale(scale, measured(0.05, 0.051, 0.052)) == scale
-    assert best_scale(1.0, measured(0.05, 0.1, 0.2)) == 0.0
-    assert best_scale(0.0, measured(0.2, 0.1, 0.05)) == 1.0
-    assert best_scale(0.0, measured(0.2, 0.05, 0.1)) == 0.5
-    # Seven responses prove nothing.
-    assert best_scale(1.0, measured(0.05, 0.1, 0.2, prompts=7)) == 1.0
+        assert best(scale, measured(0.05, 0.051, 0.052)) == scale
+    assert best(1.0, measured(0.05, 0.1, 0.2)) == 0.0
+    assert best(0.0, measured(0.2, 0.1, 0.05)) == 1.0
+    assert best(0.0, measured(0.2, 0.05, 0.1)) == 0.5
+    # Seven prompts prove nothing, and neither do eight responses to seven.
+    assert best(1.0, measured(0.05, 0.1, 0.2, prompts=7)) == 1.0
+    found = measured(0.05, 0.1, 0.2)
+    for one in found:
+        object.__setattr__(one, "rollouts", (*one.rollouts[:7], one.rollouts[6]))
+    assert best(1.0, found) == 1.0
+
+
+def test_the_tail_is_that_of_each_bin():
+    """In a bin of high rates the whole adapter lowers the tail, far above that of the other bin."""
+    found = measured(0.0, 0.0, 0.0)
+    draw = np.random.default_rng(3)
+    for one, share in zip(found, (0.05, 0.05, 0.3), strict=True):
+        one.bins[1::2] = 1
+        low = draw.random(len(one.rates)) < share
+        one.rates[:] = np.where(low, 0.9, 0.99)
+        one.rates[::2] = draw.uniform(0, 0.5, len(one.rates[::2]))
+    assert best(1.0, found) in (0.0, 0.5)
+
+
+def test_measurements_of_several_steps_count_together(sharp_llama, monkeypatch):
+    """With two prompts a step, the scale of a harmful adapter falls after four steps."""
+    adapter = SparseAdapter(new_policy(sharp_llama), settings())
+    damaged(adapter)
+    adapter.scale, scales = 1.0, []
+    for step in range(4):
+        part = BATCH.sample_evenly(8)._only([2 * step, 2 * step + 1])
+        metrics = choose_scale(adapter, adapter._policy, part, SCHEDULE, 1.0)
+        scales.append(adapter.scale)
+        assert metrics["sparrow/distill_gate_prompts"] == 2 * (step + 1)
+    assert scales == [1.0, 1.0, 1.0, 0.0] and adapter.gains == []
 
 
 def test_noise_hardly_ever_moves_the_scale():
+    """Four responses to each of eight prompts, which differ, while scales do not."""
     draw, moved = np.random.default_rng(1), 0
     for _ in range(300):
-        found = measured(0.05, 0.05, 0.05)
-        # Prompts differ, scales do not.
-        low = 0.05 * draw.gamma(2, 0.5, 8)[found[0].owners]
-        for one in found:
+        found = measured(0.05, 0.05, 0.05, prompts=32, tokens=125)
+        share = 0.05 * draw.gamma(2, 0.5, (3, 8))
+        rollouts = tuple(
+            replace(one, prompt_id=f"p{i % 8}") for i, one in enumerate(found[0].rollouts)
+        )
+        for one, of_prompt in zip(found, share, strict=True):
+            object.__setattr__(one, "rollouts", rollouts)
+            low = of_prompt[one.owners % 8]
             one.rates[:] = np.where(draw.random(len(low)) < low, 0.3, 0.95)
-        moved += best_scale(1.0, found) != 1.0
-    assert moved / 300 <= 0.1
+        moved += best(1.0, found) != 1.0
+    assert moved / 300 <= 0.05

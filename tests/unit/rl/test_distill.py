@@ -258,6 +258,7 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
 def test_merged_and_saved_adapters_are_peft(sharp_llama, tmp_path, dtype):
     policy = new_policy(sharp_llama, dtype)
     adapter = SparseAdapter(policy, settings())
+    adapter.scale = 1.0
     for _ in range(3):
         adapter.step(SEQUENCES, SCHEDULE)
     adapter.save(tmp_path)
