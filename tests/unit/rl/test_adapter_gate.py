@@ -81,6 +81,9 @@ def test_half_an_adapter_is_measured_and_saved_as_it_is_delivered(sharp_llama, t
     adapter.save(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
     merged = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload()
+    if delivery == "merged":
+        for name, weight in adapter.merged_weights():
+            torch.testing.assert_close(weight, merged.state_dict()[name], atol=1e-6, rtol=1e-6)
     for (prompt, response), found in zip(SEQUENCES, scored, strict=True):
         with torch.no_grad():
             logits = merged(torch.tensor([[*prompt, *response]])).logits[0]

@@ -188,6 +188,21 @@ class TestGradient:
         for name, master in masters(dense).items():
             assert torch.equal(master, masters(untouched)[name])
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_step_that_raised_leaves_nothing_to_the_next_one(self, dtype: str) -> None:
+        def fails(logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+            if 0 not in where:
+                raise MemoryError
+            return 9 * logprobs.sum()
+
+        trained, untouched = (policy(dtype=dtype, micro_batch_tokens=1) for _ in range(2))
+        with pytest.raises(MemoryError):
+            trained.loss_step(BATCH[:2], fails)
+        for dense in (trained, untouched):
+            dense.loss_step(BATCH, lambda logprobs, _: logprobs.sum())
+        for name, master in masters(trained).items():
+            assert torch.equal(master, masters(untouched)[name])
+
     def test_bf16_gradients_of_many_micro_batches_add_up_as_in_float64(self) -> None:
         """A bf16 sum of 64 micro-batches is 0.8 % off, and 1.2 % in its worst tensor."""
         dense = policy(

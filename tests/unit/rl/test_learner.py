@@ -62,6 +62,25 @@ def test_acceptance_rates_are_at_the_temperature_of_the_rollouts(sharp_llama: st
     np.testing.assert_array_equal(found.bins, np.tile(bins, 3))
 
 
+def test_tails_are_those_of_the_adapter_that_rollouts_get(sharp_llama: str) -> None:
+    policy = new_policy(sharp_llama)
+    adapter = SparseAdapter(policy, config(distill={"enabled": True}).distill)
+    state = adapter.state_dict()
+    torch.manual_seed(0)
+    state["params"] = [0.3 * torch.randn_like(one) for one in state["params"]]
+    adapter.load_state_dict(state)
+    rates = []
+    for scale in (0.0, 0.5, 1.0):
+        adapter.scale = scale
+        found = Learner(config(), policy, adapter=adapter).acceptance(batch(), SCHEDULE)
+        assert found is not None
+        rates.append(found.rates)
+        segments = [pair for rollout in found.rollouts for pair in rollout.split()]
+        measured = policy.acceptance(segments, SCHEDULE, adapter.delivered, TEMPERATURE)
+        np.testing.assert_allclose(found.rates, np.concatenate(measured), atol=1e-6)
+    assert min(abs(rates[0] - rates[1]).max(), abs(rates[1] - rates[2]).max()) > 0.1
+
+
 def test_the_reference_scores_with_the_weights_from_before_training(sharp_llama: str) -> None:
     """At the temperature of the rollouts; 0 for responses that are not in the loss."""
     policy = new_policy(sharp_llama, "bfloat16")

@@ -1,0 +1,114 @@
+"""A training step against a gradient by hand: advantages, correction, mini-batches together."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distillation import new_policy
+from engines import random_prompt
+from transformers import AutoModelForCausalLM
+
+from sparrow_sglang.rl import trainer
+from sparrow_sglang.rl.collect import Collected
+from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.policy import optimizer
+from sparrow_sglang.rl.runs.checkpoint import State
+from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout
+
+TEMPERATURE = 0.8
+# The first group teaches nothing, and one reward is missing.
+REWARDS: list[Rewards] = [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 2.0, 0.0), (None, 1.0, 0.0)]
+ADVANTAGES = [(0, 0, 0), (2 / 3, -1 / 3, -1 / 3), (-2 / 3, 4 / 3, -2 / 3), (0, 0.5, -0.5)]
+
+
+class Clock:
+    def __call__(self, stage: str) -> Any:
+        return nullcontext()
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        return {}
+
+
+def logprobs_of(model: Any, group: int, sample: int) -> torch.Tensor:
+    prompt, response = ids_of(group, sample)
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    picked = torch.tensor(response)[:, None]
+    return (logits / TEMPERATURE).log_softmax(-1).gather(1, picked)[:, 0]
+
+
+def ids_of(group: int, sample: int) -> tuple[list[int], list[int]]:
+    number = 3 * group + sample
+    return random_prompt(group, 9), random_prompt(50 + number, 5 + 3 * number % 11)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_step_takes_the_gradient_of_the_corrected_loss(
+    sharp_llama: str, monkeypatch: pytest.MonkeyPatch, mini_batches: int
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
+    draw = np.random.default_rng(0)
+    groups, offsets = [], {}
+    for number, _ in enumerate(REWARDS):
+        rollouts = []
+        for sample in range(3):
+            prompt, response = ids_of(number, sample)
+            # The actor gave each token five nats more or less than the policy does.
+            offset = 5.0 * draw.choice([-1, 1], len(response))
+            offsets[number, sample] = torch.tensor(offset)
+            with torch.no_grad():
+                dense = logprobs_of(model, number, sample).numpy()
+            tokens = tuple(prompt), tuple(response), dense + offset
+            rollouts.append(Rollout(f"{number}", sample, *tokens, "stop", "0", "dense", ""))
+        groups.append(Group(Prompt(f"{number}", "t", tuple(prompt)), tuple(rollouts)))
+
+    found: list[dict[str, torch.Tensor]] = []
+    policy = new_policy(sharp_llama, micro_batch_tokens=60)
+
+    def no_step(self: Any) -> float:
+        found.append({name: one.grad.clone() for name, one, _ in policy.named_parameters()})
+        self.zero_grad()
+        return 1.0
+
+    monkeypatch.setattr(optimizer.ClippedAdamW, "clipped_step", no_step)
+    fields = {
+        "run_dir": "unused",
+        "task": {"name": "story"},
+        "rollout": {"temperature": TEMPERATURE, "prompts_per_step": 4, "samples_per_prompt": 3},
+        "algorithm": {"std_normalisation": False, "mini_batches": mini_batches},
+        "mismatch": {"sequences": 0},
+        "logging": {"response_groups": 0},
+    }
+    config = TrainConfig.parse(fields)
+    run: Any = SimpleNamespace(
+        config=config,
+        learner=Learner(config, policy),
+        setup=SimpleNamespace(schedule=None, train=[0] * 8, tokenizer=SimpleNamespace(decode=str)),
+        state=State(),
+        updating=nullcontext,
+        log=SimpleNamespace(write=lambda *_: None, keep=lambda *_: None),
+    )
+    trainer.train_step(run, 0, Collected(groups, tuple(REWARDS), (), {}, 100), Clock())
+
+    for part, numbers in enumerate({1: [range(4)], 2: [range(2), range(2, 4)]}[mini_batches]):
+        model.zero_grad()
+        loss, tokens = torch.zeros(()), 0
+        for number in numbers:
+            for sample, reward in enumerate(REWARDS[number]):
+                if number == 0 or reward is None:
+                    continue
+                weights = (-offsets[number, sample]).exp().clamp(max=2.0)
+                logprobs = logprobs_of(model, number, sample)
+                loss = loss - ADVANTAGES[number][sample] * (weights * logprobs).sum()
+                tokens += len(logprobs)
+        (loss / tokens).backward()
+        largest = max(float(one.grad.abs().max()) for one in model.parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                found[part][name], parameter.grad, atol=1e-4 * largest, rtol=1e-3
+            )
+    assert len(found) == mini_batches
+    assert run.state.step == 1
