@@ -1,14 +1,11 @@
 """What `make demo` runs: a long prompt, decoded sparsely and densely, then three training steps.
 
-In: nothing but the installed package. Out, on the terminal: both answers, how much of the KV cache
-was read for the sparse one, decode speed both ways; reward, tail and time of each training step. No
-accelerator and no network are needed.
+One engine does both. Needs neither accelerator nor network.
 """
 
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,17 +19,10 @@ from sparrow_sglang import noise
 from sparrow_sglang.command_line import at_least, exit_on_sigterm
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
 
-# In plain torch, 32-bit arithmetic is the fast path of most CPUs, and so is a prompt in one chunk.
-ENGINE = {
-    "attention_backend": "sparrow",
-    "sparrow_schedule": f"{EMBEDDED_MODEL_NAME}-0.86",
-    "dtype": "float32",
-    "page_size": 16,
-    "chunked_prefill_size": 8192,
-    "max_total_tokens": 9216,
-    "log_level": "error",
-}
 TRAINING = Path(__file__).with_name("story_smollm2.toml")
+SCHEDULE = f"{EMBEDDED_MODEL_NAME}-0.86"
+# In plain torch, a prompt in one chunk is the fast path of most CPUs.
+ENGINE = {"page_size": 16, "chunked_prefill_size": 8192, "max_total_tokens": 9216}
 
 # About 5,000 tokens of English that comes with every Python.
 READING = ("import", "execmodel", "try", "while", "for", "with")
@@ -64,14 +54,15 @@ def long_prompt() -> str:
 
 
 def prepare_environment() -> None:
-    """Have SGLang skip all models but the embedded one, which halves its start-up, and warnings and
-    progress bars of its processes."""
+    """Have SGLang skip all models but the embedded one, which halves its start-up, and leave out
+    warnings and progress bars."""
     spec = find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "models"
     others = sorted({path.stem for path in folder.glob("*.py")} - {"__init__", "llama"})
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     os.environ |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+    noise.leave_out()
 
 
 def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:
@@ -88,13 +79,13 @@ def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:
         "ignore_eos": True,
         "custom_params": {"sparrow": {"report": True, "dense": dense}},
     }
-    asked, arrivals, printed = time.perf_counter(), [], 0
+    start, arrivals, printed = time.perf_counter(), [], 0
     for part in engine.generate(text, sampling, stream=True):
         arrivals.append(time.perf_counter())
         print(part["text"][printed:], end="", flush=True)
         printed = len(part["text"])
     print("\n")
-    return Answer(arrivals[0] - asked, arrivals[-1] - arrivals[0], part["meta_info"])
+    return Answer(arrivals[0] - start, arrivals[-1] - arrivals[0], part["meta_info"])
 
 
 def report(sparse: Answer, dense: Answer) -> None:
@@ -116,54 +107,48 @@ def report(sparse: Answer, dense: Answer) -> None:
     )
 
 
-def generate(num_tokens: int) -> None:
+def generate(engine: Any, num_tokens: int) -> None:
     """Answer the prompt sparsely and densely, and compare."""
-    prepare_environment()
-    print("starting the engine, which takes about half a minute", flush=True)
-    noise.leave_out()
-    import sglang
-
-    engine = sglang.Engine(model_path=str(embedded_model()), **ENGINE)
-    try:
-        prompt = long_prompt()
-        print(f"\nprompt: {len(prompt)} characters of Python's reference, then:")
-        print(f"  {QUESTION}\n\nsparse answer:\n")
-        sparse = ask(engine, prompt, num_tokens, dense=False)
-        print("dense answer:\n")
-        dense = ask(engine, prompt, num_tokens, dense=True)
-    finally:
-        engine.shutdown()
+    prompt = long_prompt()
+    print(f"\nprompt: {len(prompt)} characters of Python's reference, then:")
+    print(f"  {QUESTION}\n\nsparse answer:\n")
+    sparse = ask(engine, prompt, num_tokens, dense=False)
+    print("dense answer:\n")
+    dense = ask(engine, prompt, num_tokens, dense=True)
     report(sparse, dense)
 
 
-def train() -> int:
-    """Print the lines of three steps of `sparrow train`, and return its exit code."""
-    print(
-        "\ntraining: three small steps of GRPO on the same model, from sparse rollouts; the task is"
-        "\n  to use a given word in a story. The first line comes after about a minute",
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder:
-        settings, log = Path(folder, TRAINING.name), Path(folder, "train.log")
-        ours = f'run_dir = "{folder}/run"'
-        settings.write_text(re.sub(r"(?m)^run_dir = .*$", ours, TRAINING.read_text("utf-8")))
-        command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(settings)]
-        with log.open("w") as errors:
-            trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            for line in trainer.stdout or ():
-                if line.startswith("step "):
-                    print(line, end="", flush=True)
-        finally:
-            trainer.terminate()
-            code = trainer.wait()
-        if code != 0:
-            print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
-    print(
-        "p05 acceptance: the tail of the acceptance rate; 0.86 is considered safe. A budget of 48"
-        "\n  tokens is far too small, and chosen so that responses this short leave something out"
-    )
-    return code
+def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
+    """Open a training run in `folder`; generate with its engine, then take its steps."""
+    from sparrow_sglang.client.control import set_schedule
+    from sparrow_sglang.rl.config import TrainConfig
+    from sparrow_sglang.rl.runs.run import open_run
+    from sparrow_sglang.rl.runs.setup import prepare
+    from sparrow_sglang.rl.trainer import roll_out, train_step
+
+    overrides = [f"engine.server_args.{name}={value}" for name, value in ENGINE.items()]
+    config = TrainConfig.load(TRAINING, [f"run_dir={folder}/run", *overrides])
+    with open_run(config, prepare(config), resume=False) as run:
+        engine = run.actor.engine.engine
+        set_schedule(engine, SCHEDULE)
+        generate(engine, num_tokens)
+        if training:
+            print(
+                "\ntraining: three small steps of GRPO on the same model, from sparse rollouts; the"
+                "\n  task is to use a given word in a story",
+                flush=True,
+            )
+            set_schedule(engine, config.engine.schedule)
+            for step in range(config.steps):
+                clock = run.log.clock()
+                train_step(run, step, roll_out(run, step, clock), clock)
+            print(
+                "p05 acceptance: the tail of the acceptance rate; 0.86 is considered safe. A budget"
+                "\n  of 48 tokens is far too small, and chosen so that responses this short leave"
+                "\n  something out"
+            )
+        # No checkpoint is written.
+        run.saved = run.state.step
 
 
 NEXT = """
@@ -185,13 +170,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-training", action="store_true", help="leave the training out")
     args = parser.parse_args(argv)
     exit_on_sigterm()
+    prepare_environment()
     try:
         print(
             "model: preparing SmolLM2-135M-Instruct (half a minute at the first time)", flush=True
         )
         embedded_model()
-        generate(args.tokens)
-        failed = 0 if args.no_training else train()
+        print("starting the engine, which takes about half a minute", flush=True)
+        with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder:
+            demonstrate(folder, args.tokens, not args.no_training)
     except ModelError as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
@@ -199,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped", file=sys.stderr)
         return 130
     print(NEXT)
-    return int(failed != 0)
+    return 0
 
 
 if __name__ == "__main__":  # the engine's processes import this file

@@ -15,13 +15,13 @@ class SparseActor:
 
     def __init__(self, config: TrainConfig, engine: RolloutEngine, learner: Learner) -> None:
         self._config = config
-        self._engine = engine
+        self.engine = engine
         self._learner = learner
         self._adapter: str | None = None
 
     def load(self, version: str) -> None:
         """Have the engine sample from weights and adapter as they are now."""
-        self._adapter = self._learner.deliver(self._engine, version, adapted=True)
+        self._adapter = self._learner.deliver(self.engine, version, adapted=True)
 
     def stream(
         self,
@@ -31,11 +31,11 @@ class SparseActor:
         should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
         """A step's groups one by one, see `RolloutEngine.stream`; `release` must follow."""
-        return self._engine.stream(groups, self._sampling, on_finished, more_groups, should_stop)
+        return self.engine.stream(groups, self._sampling, on_finished, more_groups, should_stop)
 
     def release(self) -> None:
         """Give the device's memory to the trainer."""
-        self._engine.release()
+        self.engine.release()
 
     @property
     def _sampling(self) -> Sampling:
@@ -49,7 +49,7 @@ class SparseActor:
 
     def load_policy(self, version: str) -> None:
         """Have the engine sample from the policy's weights, without adapter."""
-        self._learner.deliver(self._engine, version, adapted=False)
+        self._learner.deliver(self.engine, version, adapted=False)
 
     def evaluate(self, prompts: Sequence[Prompt], on_finished: OnFinished | None) -> list[Group]:
         """Responses of the policy that `load_policy` has loaded, by dense decode."""
@@ -62,4 +62,4 @@ class SparseActor:
             top_k=settings.top_k,
             timeout_s=self._config.rollout.timeout_s,
         )
-        return self._engine.generate(prompts, settings.samples_per_prompt, sampling, on_finished)
+        return self.engine.generate(prompts, settings.samples_per_prompt, sampling, on_finished)
