@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.benchmarks.common import add_row, begin, bench_parser, require_cuda
+from sparrow_sglang.benchmarks.common import (
+    add_row,
+    begin,
+    bench_parser,
+    copy_bandwidth,
+    median_s,
+    require_cuda,
+)
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
@@ -83,8 +90,6 @@ def _measure(
     parser: argparse.ArgumentParser, args: argparse.Namespace, schedule: BudgetSchedule
 ) -> None:
     import torch
-
-    from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
@@ -222,8 +227,6 @@ def _layer(
 def _replay_us(launches: Sequence[Callable[[], None]]) -> float:
     """Median microseconds of one launch, from replays of a graph that runs them all."""
     import torch
-
-    from sparrow_sglang.benchmarks.gpu_times import median_s
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,21 +1,25 @@
-"""A checkpoint of random weights in the shape of a model, which a trainer can load and serve.
+"""A checkpoint of random weights in the shape of a model, which a trainer or a server can load.
 
-`python -m sparrow_sglang.benchmarks.random_model SHAPE FOLDER` writes it.
+`python -m sparrow_sglang.benchmarks.random_model SHAPE FOLDER` writes it. In its tokenizer token id
+17 is the word `w17`, so that all ids survive conversion to text and back.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sparrow_sglang.benchmarks.common import MODELS, known_models
-from sparrow_sglang.benchmarks.word_tokenizer import save_chat_tokenizer
 from sparrow_sglang.command_line import OneLineParser
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+PAD = "<|pad|>"
 
 
 def save_random_model(shape: str, folder: Path) -> None:
     """Write bf16 weights, drawn anew at each call, and a tokenizer of words.
 
-    There is no end-of-text token, so that every response is as long as asked for.
+    There is no end-of-text token, so that every response is as long as requested.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,6 +33,30 @@ def save_random_model(shape: str, folder: Path) -> None:
     # Without this file, the end-of-text token would be taken from the tokenizer.
     generation = {"eos_token_id": None, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def save_chat_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a word tokenizer with what trainers expect of a Qwen tokenizer: a chat template and, in
+    place of the first four words, padding, end of text, a line break and end of turn."""
+    words = {f"w{index}": index for index in range(4, vocab_size)}
+    # No mark may begin a word: special tokens are found inside words, too.
+    marks = {PAD: 0, "<|endoftext|>": 1, "\n": 2, "<|im_end|>": 3}
+    tokenizer = word_tokenizer(marks | words, unknown=PAD)
+    # As special tokens they are split off before whitespace is dropped.
+    tokenizer.add_tokens(["\n", "<|im_end|>"], special_tokens=True)
+    tokenizer.pad_token, tokenizer.eos_token = PAD, "<|endoftext|>"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def word_tokenizer(vocabulary: dict[str, int], unknown: str) -> Any:
+    """A `transformers.PreTrainedTokenizerFast`; words outside the vocabulary become `unknown`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from sparrow_sglang.benchmarks.common import (
     backend_of,
     begin,
     bench_parser,
+    copy_bandwidth,
     engine_settings,
     in_fresh_process,
     known_models,
@@ -260,8 +261,6 @@ def measure(
     """Add a row to `--out` for each case of one model and backend."""
     import sglang
     import torch
-
-    from sparrow_sglang.benchmarks.gpu_times import copy_bandwidth
 
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from adapted_models import save_model_of_words, words
 from engines import VOCAB_SIZE, random_prompt, save_tiny_model, unused_model_files
 from oracle import ContractModel
 
-from sparrow_sglang.benchmarks.word_tokenizer import save_chat_tokenizer
+from sparrow_sglang.benchmarks.random_model import save_chat_tokenizer
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.correction import correct

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from engines import VOCAB_SIZE, save_tiny_model
 
-from sparrow_sglang.benchmarks.word_tokenizer import save_word_tokenizer
+from sparrow_sglang.benchmarks.random_model import CHAT_TEMPLATE, word_tokenizer
 
 RANK = 4
 
@@ -17,9 +17,9 @@ def save_model_of_words(folder: Path, **overrides: Any) -> str:
     `overrides` are fields of its config.
     """
     save_tiny_model(folder, spread=0.15, **overrides)
-    save_word_tokenizer(folder, VOCAB_SIZE)
-    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = word_tokenizer({f"w{index}": index for index in range(VOCAB_SIZE)}, "w0")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
