@@ -25,6 +25,7 @@ from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
+from sparrow_sglang.rl.tasks.imported import require_module
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
@@ -62,7 +63,8 @@ def check(config: TrainConfig) -> None:
     if config.engine.schedule != AUTO:
         _schedule(config, None)
     if ":" in config.task.name:
-        # The user's module may import anything, torch included.
+        # The user's module may import anything, torch included, so it is only looked for.
+        require_module("task.name", config.task.name)
         return
     # Warnings are off, as the task will give them when the run loads it.
     logging.disable(logging.WARNING)

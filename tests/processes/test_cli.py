@@ -44,6 +44,7 @@ REFUSED = [
     (["train", "run.toml"], "steps = 0\n" + RUN, "steps=0 is not allowed"),
     (["train", "run.toml"], RUN.replace("math", "maths"), "did you mean 'math'?"),
     (["train", "run.toml"], RUN, "rows.jsonl:2: not JSON"),
+    (["train", "run.toml"], RUN.replace("math", "gone_task:load"), "no module named 'gone_task'"),
     (["train", "run.toml"], RUN.replace("rows", "gone"), "train_path='gone.jsonl': No such"),
     (["train", "run.toml"], RUN + "[engine]\nschedule = 'fixd-512'\n", "engine.schedule: schedule"),
     (
