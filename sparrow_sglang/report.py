@@ -24,13 +24,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
 from sparrow_sglang.mismatch.tail import students_t
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
-from sparrow_sglang.run_folder import (
-    EVENTS_FILE,
-    METRICS_FILE,
-    RESPONSES_FILE,
-    RUN_FILE,
-    read_starts,
-)
+from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE, RUN_FILE, read_starts
 from sparrow_sglang.schedule import BudgetSchedule
 
 Row = Mapping[str, Any]
@@ -208,12 +202,10 @@ def _reading(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: rows of metrics by step, events, and its starts, as `rl.runs.run` records
-    them."""
+    """A training run: rows of metrics by step, and its starts, as `rl.runs.run` records them."""
 
     folder: Path
     rows: list[dict[str, Any]]
-    events: list[dict[str, Any]]
     starts: list[dict[str, Any]]
 
     @property
@@ -249,7 +241,7 @@ def read_run(folder: Path) -> Run:
     with _reading(folder / RUN_FILE):
         starts = read_starts(folder / RUN_FILE)
     rows = sorted(json_lines(folder / METRICS_FILE), key=lambda row: row["step"])
-    run = Run(folder, rows, json_lines(folder / EVENTS_FILE), starts)
+    run = Run(folder, rows, starts)
     if not run.steps:
         raise ReportError(f"{folder / METRICS_FILE}: holds no training step yet")
     return run
@@ -475,13 +467,6 @@ def run_section(run: Run) -> Section:
     ]
     title = "Steps" if count == len(run.rows) else f"Steps, {count} of {len(run.rows):,}"
     section.tables.append((title, ("step", *columns), rows))
-    if run.events:
-        events = [(event, {k: v for k, v in event.items() if k != "step"}) for event in run.events]
-        rows = [
-            [str(event["step"]), ", ".join(f"{name} {value}" for name, value in flat(rest).items())]
-            for event, rest in events
-        ]
-        section.tables.append(("Events", ("step", "what happened"), rows))
     if run.starts:
         section.settings.append(("Configuration", flat(run.config)))
     shown_software: dict[str, str] = {}

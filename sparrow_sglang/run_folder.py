@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
-EVENTS_FILE = "events.jsonl"
 RESPONSES_FILE = "responses.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 RUN_FILE = "run.json"

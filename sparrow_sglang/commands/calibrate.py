@@ -11,6 +11,7 @@ from sparrow_sglang.calibration.job import (
     PUBLISHED,
     RULES,
     CalibrationOptions,
+    Job,
     calibration_job,
     check_job,
 )
@@ -139,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrate(options: CalibrationOptions) -> int:
     job = calibration_job(options)
+    _announce(job)
     with MeasuringEngine() as engine:
         if job.options.rule != PUBLISHED:
             job = with_chosen_rule(job, engine)
@@ -152,13 +154,22 @@ def _calibrate(options: CalibrationOptions) -> int:
         print(f"measured in {cost['seconds']} s{in_use}\n")
     for line in write_schedules(job, cost):
         print(line)
-    files = list(job.files)
-    print(f"to look at it: sparrow report {files[0] if len(files) == 1 else files[0].parent}")
+    print(f"to look at it: sparrow report {' '.join(map(str, job.files))}")
     return 0
+
+
+def _announce(job: Job) -> None:
+    prompts = {sample.prompt.name: len(sample.prompt.input_ids) for sample in job.samples}
+    print(
+        f"{len(job.samples)} generations of up to {job.options.new_tokens} tokens, from"
+        f" {len(prompts)} prompts of up to {max(prompts.values())} tokens; kept in {job.folder}",
+        flush=True,
+    )
 
 
 def _check(options: CalibrationOptions) -> int:
     job = check_job(options)
+    _announce(job)
     with MeasuringEngine() as engine:
         engine.measure_missing(job)
     reports = write_check(job)
