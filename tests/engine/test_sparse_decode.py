@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import CHOSEN, LARGE_PAGES, RULE, RULED, SCHEDULE, start_engine
+from engines import CHOSEN, LARGE_PAGES, SCHEDULE, start_engine
 from oracle import ContractModel
 from pools import chosen_pairs
 
@@ -33,20 +33,20 @@ def sparse_engine(sharp_llama, schedule_file):
         yield engine
 
 
-# The schedule RULED, with the budget shared differently among the layers.
+# CHOSEN with the budget shared differently among the layers.
 OTHER = BudgetSchedule(
-    **RULED.model_dump()
+    **CHOSEN.model_dump()
     | {
         "name": "other",
-        "selection": RULE.model_copy(update={"layer_weights": (1.5, 0.5, 1.25, 0.75)}),
+        "selection": CHOSEN.selection.model_copy(update={"layer_weights": (1.5, 0.5, 1.25, 0.75)}),
     }
 )
 
 
 @pytest.fixture(scope="module")
 def ruled_engine(sharp_llama, tmp_path_factory):
-    """An engine with int4 landmarks, best head, layer weights and no dense layers."""
-    RULED.save(path := tmp_path_factory.mktemp("ruled") / "ruled.json")
+    """An engine with int4 landmarks in chosen pairs, layer weights and no dense layers."""
+    CHOSEN.save(path := tmp_path_factory.mktemp("ruled") / "chosen.json")
     with start_engine(
         sharp_llama,
         attention_backend="sparrow",
@@ -58,23 +58,8 @@ def ruled_engine(sharp_llama, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def chosen_engine(sharp_llama, tmp_path_factory):
-    """As `ruled_engine`, with landmarks in rotary pairs of each layer and KV head's own."""
-    path = str(tmp_path_factory.mktemp("chosen") / "chosen.json")
-    CHOSEN.save(path)
-    with start_engine(
-        sharp_llama,
-        attention_backend="sparrow",
-        sparrow_schedule=path,
-        chunked_prefill_size=64,
-        dtype="float32",
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def ruled_oracle(sharp_llama) -> ContractModel:
-    return ContractModel(sharp_llama, RULED)
+    return ContractModel(sharp_llama, CHOSEN)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +194,7 @@ def test_a_rule_is_followed_by_every_request_of_a_batch(
         {"kv_budget_tokens": 64},
         {"dense": True},
     ]
-    capped = [ContractModel(sharp_llama, RULED, cap=cap) for cap in (48, 64)]
+    capped = [ContractModel(sharp_llama, CHOSEN, cap=cap) for cap in (48, 64)]
     oracles = [ruled_oracle, ruled_oracle, *capped, dense_oracle]
     cold = generate(ruled_engine, prompts, 50, options=options)
     warm = generate(ruled_engine, prompts, 50, options=options)
@@ -220,25 +205,8 @@ def test_a_rule_is_followed_by_every_request_of_a_batch(
     connect(ruled_engine).call_sparrow("landmarks")
 
 
-def test_pairs_chosen_by_layer_and_head_are_followed(chosen_engine, ruled_oracle, sharp_llama):
-    oracle = ContractModel(sharp_llama, CHOSEN)
-    prompts = [tokens(400 + length, length) for length in (20, 63, 129, 150)]
-    answers = generate(chosen_engine, prompts, 50)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert_follows(oracle, prompt, answer)
-    slowest = chosen(ruled_oracle.log_probs(prompts[3], answers[3]["ids"]), answers[3]["ids"])
-    assert (slowest - answers[3]["log_probs"]).abs().max() > 10 * FP32
-    connect(chosen_engine).call_sparrow("landmarks")
-    pairs = chosen_pairs(4, 3, 3, 16, seed=1)
-    others = CHOSEN.selection.model_copy(update={"landmark_pairs": pairs})
-    with pytest.raises(EndpointError, match="selection.landmark_pairs="):
-        set_schedule(chosen_engine, CHOSEN.model_copy(update={"name": "b", "selection": others}))
-
-
-@pytest.mark.parametrize("schedule", LARGE_PAGES, ids=lambda schedule: schedule.name)
-def test_larger_pages_and_other_pages_that_are_always_kept(
-    schedule, sharp_llama, dense_oracle, tmp_path
-):
+def test_larger_pages_and_other_pages_that_are_always_kept(sharp_llama, dense_oracle, tmp_path):
+    schedule = LARGE_PAGES
     schedule.save(path := tmp_path / "schedule.json")
     prompts = [tokens(500 + length, length) for length in (30, 160, 400)]
     with start_engine(
@@ -264,7 +232,7 @@ def test_larger_pages_and_other_pages_that_are_always_kept(
 def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_oracle, other_oracle):
     prompt = tokens(17, 110)
     answers = []
-    for schedule in (OTHER, "ruled"):
+    for schedule in (OTHER, "chosen"):
         set_schedule(ruled_engine, schedule)
         answers.append(generate(ruled_engine, [prompt], 40)[0])
     assert_follows(other_oracle, prompt, answers[0])
@@ -274,8 +242,8 @@ def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_orac
 
 def test_layers_become_dense_on_a_running_engine(ruled_engine, ruled_oracle, sharp_llama):
     """They keep their landmarks, so that they can be sparse again."""
-    rule = RULE.model_copy(update={"layer_weights": (0.5, 0.0, 1.5, 0.0)})
-    fields = RULED.model_dump() | {"name": "denser", "dense_layers": (1, 3), "selection": rule}
+    rule = CHOSEN.selection.model_copy(update={"layer_weights": (0.5, 0.0, 1.5, 0.0)})
+    fields = CHOSEN.model_dump() | {"name": "denser", "dense_layers": (1, 3), "selection": rule}
     denser = BudgetSchedule(**fields)
     prompts = [tokens(length, length) for length in (70, 130)]
     set_schedule(ruled_engine, denser)
@@ -284,18 +252,21 @@ def test_layers_become_dense_on_a_running_engine(ruled_engine, ruled_oracle, sha
     for cap, prompt, answer in zip([None, 64], prompts, answers, strict=True):
         assert_follows(ContractModel(sharp_llama, denser, cap=cap), prompt, answer)
     connect(ruled_engine).call_sparrow("landmarks")
-    set_schedule(ruled_engine, "ruled")
+    set_schedule(ruled_engine, "chosen")
     assert_follows(ruled_oracle, prompts[1], generate(ruled_engine, prompts[1:], 40)[0])
 
 
 def test_what_a_switch_would_have_to_reallocate_is_refused(ruled_engine):
-    fields = RULED.model_dump(mode="json") | {"name": "new"}
+    fields = CHOSEN.model_dump(mode="json") | {"name": "new"}
     for selection, message in [
         (
-            {**RULE.model_dump(), "landmark_pairs": chosen_pairs(4, 3, 3, 16)},
+            {**CHOSEN.selection.model_dump(), "landmark_pairs": chosen_pairs(4, 3, 3, 16, seed=1)},
             "selection.landmark_pairs=",
         ),
-        ({**RULE.model_dump(), "layer_weights": [1] * 5}, "layer_weights has 5 numbers: expected"),
+        (
+            {**CHOSEN.selection.model_dump(), "layer_weights": [1] * 5},
+            "layer_weights has 5 numbers: expected",
+        ),
     ]:
         with pytest.raises(EndpointError, match=message):
             set_schedule(ruled_engine, BudgetSchedule(**fields | {"selection": selection}))

@@ -17,7 +17,7 @@ NEW_TOKENS = 60
     ("head_dim", "schedule"),
     [
         *((head_dim, SCHEDULE) for head_dim in (64, 80, 96, 128, 256)),
-        *((64, schedule) for schedule in LARGE_PAGES),
+        (64, LARGE_PAGES),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )

@@ -65,10 +65,10 @@ def failing() -> Iterator[None]:
 
     load_weights = LoRAManager.load_lora_weights_from_tensors
 
-    def failing_weights(manager: Any, lora_ref: Any, tensors: Any) -> None:
-        if lora_ref.lora_name == "fails" and ranks(manager).tp_rank == 1:
+    def failing_weights(self: Any, lora_ref: Any, tensors: Any) -> None:
+        if lora_ref.lora_name == "fails" and ranks(self).tp_rank == 1:
             raise RuntimeError("out of memory")
-        load_weights(manager, lora_ref, tensors)
+        load_weights(self, lora_ref, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control, "_load", failing_load)

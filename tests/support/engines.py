@@ -55,16 +55,13 @@ SCHEDULE = BudgetSchedule(
     name="test", page_size=16, bin_tokens=4 * 16, budget_tokens=(4 * 16, 5 * 16, 5 * 16, 7 * 16)
 )
 # Larger pages, and other numbers of pages that are always kept.
-LARGE_PAGES = tuple(
-    BudgetSchedule(
-        name=f"pages-of-{size}",
-        page_size=size,
-        bin_tokens=4 * size,
-        budget_tokens=(4 * size, 5 * size),
-        sink_pages=sinks,
-        recent_pages=recents,
-    )
-    for size, sinks, recents in ((32, 0, 1), (64, 2, 1))
+LARGE_PAGES = BudgetSchedule(
+    name="pages-of-64",
+    page_size=64,
+    bin_tokens=256,
+    budget_tokens=(256, 320),
+    sink_pages=2,
+    recent_pages=1,
 )
 # The same budgets by int4 landmarks, without dense layers. Heads have 8 rotary pairs.
 RULE = SelectionRule(

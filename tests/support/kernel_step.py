@@ -18,11 +18,6 @@ from sparrow_sglang.attention_backends.kernels.decode import (
     DecodeLaunch,
     allocate_decode_scratch,
 )
-from sparrow_sglang.attention_backends.kernels.page_table import (
-    NO_CAP,
-    Budgets,
-    snapshot_page_table,
-)
 from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,
     SelectScratch,
@@ -133,12 +128,8 @@ class Step:
         dtype: torch.dtype = BF16,
         seed: int = 0,
         rule: SelectionRule | None = None,
-        kv_dtype: torch.dtype | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         self.rule = rule or SelectionRule()
-        self.sink_pages, self.recent_pages = SINKS, RECENTS
-        self.kv_scales = kv_scales
         generator = torch.Generator().manual_seed(seed)
         self.page_size, self.lengths = page_size, lengths
         self.pages = [-(-length // page_size) for length in lengths]
@@ -153,7 +144,6 @@ class Step:
             slots = self._slots(table[row, :pages])[:length]
             for pool in (k, v):
                 pool[slots] = torch.randn(length, *shape[1:], generator=generator).to(dtype)
-        k, v = k.to(kv_dtype or dtype), v.to(kv_dtype or dtype)
         self.k, self.v, self.page_table = k.to(device), v.to(device), table.to(device)
         self.q = torch.randn(len(lengths), heads[0], head_dim, generator=generator)
         self.q = self.q.to(dtype).to(device)
@@ -179,49 +169,19 @@ class Step:
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None].long() * self.page_size + torch.arange(self.page_size)).flatten()
 
-    def snapshot(self, budgets: Budgets, requests: torch.Tensor | None = None) -> torch.Tensor:
-        """Number of pages to keep for each row, from the kernel that also copies the page table.
-
-        Args:
-            requests: [bs], each row's request; by default, row i belongs to request i.
-        """
-        batch, device = len(self.lengths), self.q.device
-        slots = self.page_table[:, :, None] * self.page_size + torch.arange(
-            self.page_size, dtype=torch.int32, device=device
-        )
-        if requests is None:
-            requests = torch.arange(batch, device=device)
-        req_to_token = slots.new_full((int(requests.max()) + 1, slots[0].numel()), POISON)
-        req_to_token[requests] = slots.flatten(1)
-        layers = len(budgets.weights)
-        counts = torch.full((layers, batch), POISON, dtype=torch.int32, device=device)
-        copied = self.page_table.clone()
-        snapshot_page_table(
-            req_to_token,
-            requests,
-            self.seq_lens,
-            copied,
-            page_size=self.page_size,
-            budgets=budgets,
-            num_selected=counts,
-            least_pages=self.sink_pages + self.recent_pages,
-        )
-        assert torch.equal(copied, self.page_table)
-        return counts[0] if layers == 1 else counts
-
     def select(
         self,
-        budgets: Budgets,
+        budget: int,
         width: int,
         launch: SelectLaunch,
         scratch: SelectScratch | None = None,
         update_landmark: bool = False,
-        requests: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page ids [bs, Hkv, width] under a budget in pages, and how many of them count."""
         batch, heads = len(self.lengths), self.k.shape[1]
         device = self.q.device
         page_ids = torch.full((batch, heads, width), POISON, dtype=torch.int32, device=device)
-        counts = self.snapshot(budgets, requests)
+        counts = torch.tensor(self.pages, dtype=torch.int32, device=device).clamp(max=budget)
         scratch = scratch or allocate_select_scratch(batch, heads, self.page_table.shape[1], device)
         select.select_pages(
             self.q,
@@ -232,8 +192,8 @@ class Step:
             counts,
             page_ids,
             page_size=self.page_size,
-            sink_pages=self.sink_pages,
-            recent_pages=self.recent_pages,
+            sink_pages=SINKS,
+            recent_pages=RECENTS,
             scratch=scratch,
             launch=launch,
             update_landmark=update_landmark,
@@ -246,7 +206,6 @@ class Step:
         page_ids: torch.Tensor,
         counts: torch.Tensor,
         launch: DecodeLaunch,
-        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, num_q_heads, head_dim = self.q.shape
         out = torch.full_like(self.q, torch.nan)
@@ -263,44 +222,20 @@ class Step:
             self.seq_lens,
             out,
             page_size=self.page_size,
-            sm_scale=head_dim**-0.5 * self.kv_scales[0],
-            v_scale=self.kv_scales[1],
+            sm_scale=head_dim**-0.5,
             scratch=scratch,
             launch=launch,
-            sinks=sinks,
         )
         return out
 
-    def attend(
-        self, page_ids: torch.Tensor, counts: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, page_ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Output of the torch definition in fp32, on the same inputs."""
         pools = (pool.float().nan_to_num() for pool in (self.k, self.v))
         ids = page_ids.clamp(min=0).long()
-        scale = self.q.shape[-1] ** -0.5
-        lengths = self.seq_lens.long()
+        scale, lengths = self.q.shape[-1] ** -0.5, self.seq_lens.long()
         return reference.sparse_decode(
-            self.q.float(), *pools, ids, counts.long(), lengths, self.page_size, scale, sinks=sinks
+            self.q.float(), *pools, ids, counts.long(), lengths, self.page_size, scale
         )
-
-
-def fixed_budget(step: Step, pages: int) -> Budgets:
-    """One bin for all lengths."""
-    return budgets_of(step, [pages], 1000)
-
-
-def budgets_of(
-    step: Step,
-    table: list[int],
-    bin_pages: int,
-    caps: list[int] | None = None,
-    weights: tuple[float, ...] = (1.0,),
-) -> Budgets:
-    tensors = (
-        torch.tensor(values, dtype=torch.int32, device=step.q.device)
-        for values in (table, [bin_pages], caps or [NO_CAP] * len(step.lengths))
-    )
-    return Budgets(*tensors, torch.tensor(weights, device=step.q.device))
 
 
 def assert_selected(
@@ -312,7 +247,7 @@ def assert_selected(
     assert counts.tolist() == kept
     num_pages, num_kept = (torch.tensor(x, device=table.device) for x in (step.pages, kept))
     scores = reference.score_pages(step.q, step.stored(), table)
-    wanted = reference.select_pages(scores, num_pages, num_kept, step.sink_pages, step.recent_pages)
+    wanted = reference.select_pages(scores, num_pages, num_kept, SINKS, RECENTS)
     group = step.q.shape[1] // landmarks.shape[1]
     for row, count in enumerate(kept):
         assert (page_ids[row, :, count:] == POISON).all(), "entries past the count were written"

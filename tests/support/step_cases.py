@@ -1,0 +1,217 @@
+"""Random decode steps, and their outputs by the float64 loop of `contract.py`."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from contract import budget_pages, decode_one, layer_budget
+from pools import Pool, chosen_pairs
+
+from sparrow_sglang.attention_backends.landmarks import (
+    FP8,
+    Landmarks,
+    allocate_landmarks,
+    kept_pairs,
+)
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.paged_decode import PagedDecode
+from sparrow_sglang.request_options import RequestOption
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import int4_landmark_tokens
+
+HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (7, 1), (4, 4), (10, 2)]
+SPARSE_LAYERS = (1, 2)
+LAYERS = 3
+
+
+@dataclass
+class StepCase:
+    """One decode step of three layers, the first of them dense.
+
+    Attributes:
+        options: what each request requires.
+        dtype: that of queries; `kv_dtype` that of the pool, whose numbers times `kv_scales` are
+            keys and values.
+        sinks: [Hq] attention sinks, or None.
+    """
+
+    schedule: BudgetSchedule
+    pool: Pool
+    options: list[RequestOption]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kv_scales: tuple[float, float]
+    sinks: torch.Tensor | None
+    heads: tuple[int, int]
+    head_dim: int
+    budgets: BudgetTable = field(init=False)
+
+    @classmethod
+    def draw(
+        cls, seed: int, head_dims: list[int], dtypes: list[tuple[torch.dtype, torch.dtype]]
+    ) -> "StepCase":
+        """Lengths lie at the edges of pages and bins, or anywhere; rules, budgets, pages that are
+        always kept, options of requests and dtypes are drawn."""
+        draw = random.Random(seed)
+        page_size, head_dim = draw.choice([16, 16, 32, 64]), draw.choice(head_dims)
+        heads = draw.choice(HEADS)
+        sink_pages, recent_pages = draw.randint(0, 3), draw.randint(1, 3)
+        least, bin_pages = sink_pages + recent_pages, draw.randint(1, 6)
+        budgets = sorted(least + draw.randint(0, 6) for _ in range(draw.randint(1, 4)))
+        selection: dict[str, Any] = {}
+        if draw.random() < 0.5:
+            count = draw.choice([None, 8, head_dim // 4 // 8 * 8 or 3])
+            share = draw.choice([1.0, 0.5, 0.9, 1.75])
+            selection = {
+                "landmark_tokens": int4_landmark_tokens(page_size),
+                "landmark_bits": 4,
+                "landmark_pairs": count and chosen_pairs(LAYERS, heads[1], count, head_dim, seed),
+                "group_score": "best_head",
+                "layer_weights": draw.choice([None, (9.0, share, 2 - share)]),
+            }
+        schedule = BudgetSchedule(
+            name="drawn",
+            page_size=page_size,
+            bin_tokens=bin_pages * page_size,
+            budget_tokens=[page_size * pages for pages in budgets],
+            sink_pages=sink_pages,
+            recent_pages=recent_pages,
+            dense_layers=(0,),
+            selection=selection,
+        )
+        edges = [1, page_size] + [
+            page_size * max(1, bin_pages * index + near)
+            for index in range(5)
+            for near in (-1, 0, 1)
+        ]
+        lengths = [
+            max(1, draw.choice(edges) + draw.randint(-1, 1))
+            if draw.random() < 0.6
+            else draw.randint(1, 26 * page_size)
+            for _ in range(draw.randint(1, 4))
+        ]
+        options = [
+            draw.choice(
+                [
+                    RequestOption(schedule),
+                    RequestOption(schedule),
+                    RequestOption(schedule, page_size * (least + draw.randint(0, 4))),
+                    RequestOption(None),
+                ]
+            )
+            for _ in lengths
+        ]
+        dtype, kv_dtype = draw.choice(dtypes)
+        pool = Pool(lengths, heads, head_dim, page_size, seed)
+        pool.q = pool.q.to(dtype)
+        pool.k, pool.v = pool.k.to(dtype).to(kv_dtype), pool.v.to(dtype).to(kv_dtype)
+        return cls(
+            schedule,
+            pool,
+            options,
+            dtype,
+            kv_dtype,
+            # The keys' scale is a power of two: means round alike with it and without it.
+            (0.5, 1.7) if kv_dtype == FP8 else (1.0, 1.0),
+            torch.linspace(-20, 8, heads[0]) if draw.random() < 0.3 else None,
+            heads,
+            head_dim,
+        )
+
+    def on(self, device: str) -> "StepCase":
+        """This case with its tensors on `device`, and its budgets."""
+        pool = self.pool
+        for name in ("k", "v", "q", "req_to_token", "rows", "lengths"):
+            setattr(pool, name, getattr(pool, name).to(device))
+        self.sinks = None if self.sinks is None else self.sinks.to(device)
+        self.budgets = BudgetTable(self.schedule, LAYERS, len(pool.req_to_token), device)
+        self.budgets.set_options(pool.rows.tolist(), self.options)
+        return self
+
+    def poison(self) -> "StepCase":
+        """Make keys and values NaN in slots that no request owns: kernels must not use them."""
+        others = torch.ones(len(self.pool.k), 1, 1, dtype=torch.bool)
+        others[torch.cat(self.pool.slots)] = False
+        others = others.to(self.pool.k.device)
+        for buffer in (self.pool.k, self.pool.v):
+            poisoned = buffer.float().masked_fill(
+                others.to(buffer.device)[:, None, None], torch.nan
+            )
+            buffer.copy_(poisoned.to(buffer.dtype))
+        return self
+
+    def run(self, step: PagedDecode) -> list[torch.Tensor]:
+        """Prefill all but the last token of each request, then decode it in each layer."""
+        landmarks = self.prefill(step)
+        step.plan_decode(self.pool.rows, self.pool.lengths, self.pool.lengths.cpu())
+        return self.decode(step, landmarks)
+
+    def prefill(self, step: PagedDecode) -> dict[int, Landmarks]:
+        """Landmarks of the sparse layers."""
+        pool, page_size = self.pool, self.schedule.page_size
+        before = (pool.lengths - 1).clamp_min(1)
+        step.plan_extend(pool.rows, before, before.cpu())
+        landmarks = {}
+        for layer in SPARSE_LAYERS:
+            device, heads = pool.k.device, self.heads[1]
+            pairs = kept_pairs(self.schedule.selection, layer, range(heads), self.head_dim, device)
+            landmarks[layer] = allocate_landmarks(
+                len(pool.k) // page_size,
+                page_size,
+                heads,
+                self.head_dim,
+                pairs,
+                self.kv_dtype,
+                device,
+            )
+            # Scoring a page before its landmarks are written would give NaN.
+            landmarks[layer][0 if pairs is None else 1].fill_(torch.nan)
+            step.update_landmarks(pool.k, landmarks[layer])
+        return landmarks
+
+    def decode(self, step: PagedDecode, landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:
+        """Outputs of the planned step, by layer."""
+        pool, (k_scale, v_scale) = self.pool, self.kv_scales
+        scale = self.head_dim**-0.5 * k_scale
+        return [
+            step.decode(
+                pool.q, pool.k, pool.v, landmarks.get(layer), layer, scale, v_scale, self.sinks
+            )
+            for layer in range(LAYERS)
+        ]
+
+    def expected(self, layer: int, row: int) -> np.ndarray:
+        """What the contract gives for a request, [Hq, D]."""
+        schedule, option, pool = self.schedule, self.options[row], self.pool
+        slots, length = pool.slots[row], int(pool.lengths[row])
+        budget = length
+        if layer in SPARSE_LAYERS and option.schedule is not None:
+            budget = budget_pages(
+                length, schedule.page_size, schedule.bin_tokens, schedule.budget_tokens
+            )
+            if option.kv_budget_tokens is not None:
+                budget = min(budget, option.kv_budget_tokens // schedule.page_size)
+            if (weights := schedule.selection.layer_weights) is not None:
+                budget = layer_budget(budget, weights[layer], schedule.least_pages)
+        stored = torch.bfloat16 if self.kv_dtype == FP8 else self.kv_dtype
+        keys, values = (
+            buffer.cpu()[slots].double().numpy() * scale
+            for buffer, scale in zip((pool.k, pool.v), self.kv_scales, strict=True)
+        )
+        out, _ = decode_one(
+            pool.q[row].cpu().double().numpy(),
+            keys,
+            values,
+            budget,
+            schedule.page_size,
+            self.head_dim**-0.5,
+            schedule.sink_pages,
+            schedule.recent_pages,
+            store=lambda mean: torch.from_numpy(mean).to(stored).double().numpy(),
+            rule=schedule.selection,
+            layer=layer,
+            logit_sinks=None if self.sinks is None else self.sinks.cpu().double().numpy(),
+        )
+        return out
