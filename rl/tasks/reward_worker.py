@@ -1,7 +1,4 @@
-"""One process that calls reward functions, and can be killed.
-
-In: jobs. Out: rewards with their sub-scores, or the reason of a failure.
-"""
+"""One process that calls reward functions, and can be killed."""
 
 import math
 import multiprocessing
@@ -17,6 +14,7 @@ from sparrow_sglang.json_values import cut, quoted
 # (prompt, text) -> reward, or a mapping of "score" and sub-scores. A function with a parameter
 # `finish_reason` gets SGLang's finish reason too. A function (prompts, texts), optionally with a
 # parameter `finish_reasons`, gets all responses of a group at once, and returns a reward for each.
+# A reward of None, or a "score" of None, is missing.
 Reward = Callable[..., Any]
 # Task name, the reward's positional arguments, and its keyword arguments.
 Job = tuple[str, tuple[Any, Any], dict[str, Any]]
@@ -109,13 +107,14 @@ def _answer(connection: Connection, reward: Reward | Mapping[str, Reward]) -> No
         connection.send(answer)
 
 
-def _split(value: Any) -> tuple[float, dict[str, float]]:
-    """Reward and sub-scores."""
+def _split(value: Any) -> tuple[float | None, dict[str, float]]:
+    """Reward, None if it could not be computed, and sub-scores."""
     parts = {**value} if isinstance(value, Mapping) else {"score": value}
     if "score" not in parts:
         raise ValueError(f"returned {quoted(value)}: expected a number, or some with a 'score'")
+    score = parts.pop("score")
     numbers = {name: _number(name, part) for name, part in parts.items()}
-    return numbers.pop("score"), numbers
+    return None if score is None else _number("score", score), numbers
 
 
 def _number(name: str, value: Any) -> float:

@@ -1,8 +1,8 @@
 """Scores groups of rollouts in reward workers, so that no reward function can stop a training run.
 
-The reward of a call that raises, crashes or hangs is missing, not 0; a worker process that has
-crashed or hangs is replaced. `RewardsFailed` is raised if more than `MAX_MISSING` of a step's
-rewards are missing.
+A reward that could not be computed is missing, not 0. A response that hangs or crashes the reward
+function earns the lowest reward of its task so far, or 0 if that is lower, so that it never earns
+more than a wrong answer. The worker process is replaced.
 """
 
 import inspect
@@ -27,11 +27,12 @@ FAILURES = {
     "errors": "sparrow/reward_errors",
     "crashes": "sparrow/reward_crashes",
     "timeouts": "sparrow/reward_timeouts",
+    "late": "sparrow/reward_late",
 }
-_POLL_S = 0.1
-
 MAX_MISSING = 0.5
 """Share of missing rewards above which the run ends."""
+_BLAMED = ("crashes", "timeouts")
+_POLL_S = 0.1
 
 
 class RewardsFailed(RuntimeError):
@@ -40,11 +41,12 @@ class RewardsFailed(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Rewards of each group, in the order given, and how many are missing, by reason.
+    """Rewards of each group, in the order given, and how many calls failed, by reason.
 
-    `errors`: the function raised, or returned something else than finite numbers. `crashes`: its
-    process died. `timeouts`: it took too long and was killed. `parts` are sub-scores by name, for
-    each response of each group, if the reward gives any.
+    Missing are those of `errors`, where the function raised, or returned None or anything else than
+    finite numbers, and `late`, where the step's time was over. `crashes` (its process died, twice)
+    and `timeouts` (the call took too long) earn the lowest reward. `parts` are sub-scores by name,
+    for each response of each group, if the reward gives any.
     """
 
     rewards: tuple[Rewards, ...]
@@ -52,6 +54,7 @@ class Scores:
     errors: int = 0
     crashes: int = 0
     timeouts: int = 0
+    late: int = 0
 
     def metrics(self) -> dict[str, float]:
         """The number of responses whose scoring failed, by kind of failure."""
@@ -89,10 +92,11 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, "sparrow-rewards")
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
+        self.lowest: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def score(self, groups: Sequence[Group]) -> Scores:
-        """The reward of every rollout; those missing after `total_timeout_s` are timeouts.
+        """The reward of every rollout; those that take longer than `total_timeout_s` are missing.
 
         Raises `RewardsFailed`.
         """
@@ -117,6 +121,17 @@ class RewardPool:
         return self._threads.submit(self._run, job)
 
     def _run(self, job: Job) -> Outcome:
+        kind, value = self._call(job)
+        if kind == "crashes":
+            # Not the response's fault if the machine was short of memory.
+            kind, value = self._call(job)
+        if kind == "reward":
+            known = [reward for reward, _ in value if reward is not None]
+            with self._lock:
+                self.lowest[job[0]] = min(self.lowest.get(job[0], 0.0), *known, 0.0)
+        return kind, value
+
+    def _call(self, job: Job) -> Outcome:
         with self._lock:
             worker = self._idle.pop() if self._idle else Worker(self.reward)
             self._busy.add(worker)
@@ -183,7 +198,7 @@ class Scoring:
 
     def wait(self) -> None:
         """Wait until all groups are scored, for `total_timeout_s` at most, after which those left
-        are timeouts; raises what `RewardPool.score` raises."""
+        are missing; raises what `RewardPool.score` raises."""
         jobs = set(self.jobs) - self._late
         found = wait(jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
         for job in found.done:
@@ -204,7 +219,8 @@ class Scoring:
         rewards, parts, failure = zip(*scored, strict=True) if scored else ((), (), ())
         count = sum(map(len, rewards))
         last = next(filter(None, reversed(failure)), "")
-        if counts.total() > MAX_MISSING * count:
+        missing = sum(reward is None for group in rewards for reward in group)
+        if missing > MAX_MISSING * count or count and counts.total() == count:
             raise RewardsFailed(f"{counts.total()} of {count} rewards failed, the last: {last}")
         if last:
             logger.warning("%d rewards failed, the last: %s", counts.total(), last)
@@ -226,15 +242,21 @@ class Scoring:
         parts: list[Mapping[str, float]] = [{}] * size
         for samples, job in self._jobs[number]:
             late = job in self._late
-            kind, value = ("timeouts", "the step's time is over") if late else job.result()
+            kind, value = ("late", "the step's time is over") if late else job.result()
             if kind == "reward" and len(value) != len(samples):
                 kind, value = "errors", f"{len(value)} rewards for {len(samples)} responses"
             if kind == "reward":
                 for sample, (reward, part) in zip(samples, value, strict=True):
                     rewards[sample], parts[sample] = reward, part
-            else:
-                failure = f"prompt {prompt.task}/{prompt.id}: {kind}: {value}"
-                counts[kind] += len(samples)
+                    if reward is None:
+                        failure = f"prompt {prompt.task}/{prompt.id}: errors: no reward"
+                        counts["errors"] += 1
+                continue
+            failure = f"prompt {prompt.task}/{prompt.id}: {kind}: {value}"
+            counts[kind] += len(samples)
+            # Of a call for a whole group, it is not known which response is to blame.
+            if kind in _BLAMED and len(samples) == 1:
+                rewards[samples[0]] = self._pool.lowest.get(prompt.task, 0.0)
         return tuple(rewards), tuple(parts), failure
 
 
