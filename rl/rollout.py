@@ -106,8 +106,7 @@ def continued(
 ) -> Rollout:
     """`rollout` with what SGLang answered to its `sample_request`.
 
-    `decode` gives the text of a response that took several requests. If requests were `stopped`,
-    the response may be aborted.
+    `decode` gives the text of a response. If requests were `stopped`, the response may be aborted.
 
     Raises:
         RolloutError: the response was aborted, came from other weights than `weight_version`, or is
@@ -137,22 +136,17 @@ def continued(
     retracted = bool(meta.get("num_retractions", finish["type"] == ABORTED))
     cached = meta.get("cached_tokens", 0)
     segment = Segment(before, len(ids), weight_version, schedule, cached, retracted)
-    longer = replace(
+    return replace(
         rollout,
         response_ids=ids,
         logprobs=np.concatenate([rollout.logprobs, logprobs]),
         finish_reason=finish["type"],
         weight_version=weight_version,
         schedule=schedule,
-        # Absent from engines without a tokenizer.
-        text=answer.get("text", ""),
+        # SGLang's covers this request alone, and hides thinking markers that are special tokens.
+        text=decode(ids[:-1] if isinstance(finish.get("matched"), int) else ids),
         segments=(*rollout.segments, segment) if recorded else rollout.segments,
     )
-    if before or not longer.finished:
-        # SGLang's text covers this request alone, and includes the token that was dropped.
-        text = decode(ids[:-1] if isinstance(finish.get("matched"), int) else ids)
-        return replace(longer, text=text)
-    return longer
 
 
 def _problem(meta: Mapping[str, Any], length: int, limit: int) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses
 from sparrow_sglang.rl.rollout import Sampling, continued, sample_request
+from sparrow_sglang.rl.tasks.answers import THINKING_MARK
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 POLL_S = 1.0
@@ -130,9 +131,8 @@ class Responses:
         return position, response
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole response, as SGLang gives it; none without a tokenizer."""
-        tokenizer = self.manager.tokenizer
-        return tokenizer.decode(ids, skip_special_tokens=True) if tokenizer else ""
+        """The text of a whole response; none without a tokenizer."""
+        return response_text(self.manager.tokenizer, ids) if self.manager.tokenizer else ""
 
     def _group(self, position: int) -> Group:
         return Group(self._prompts[position], tuple(self._rollouts[position]))
@@ -148,3 +148,13 @@ class Responses:
         for task in self._running:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*self._running, return_exceptions=True))
+
+
+def response_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text without special tokens, except those around thinking, which a reward has to see."""
+    special = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and not THINKING_MARK.fullmatch(token.content)
+    }
+    return str(tokenizer.decode([number for number in ids if number not in special]))

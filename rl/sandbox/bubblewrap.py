@@ -1,29 +1,32 @@
 """A container by bubblewrap, in which a Python program can harm nothing but its own result.
 
-In: source and stdin. Out: a `SandboxResult`. The program sees a read-only system, Python with
-numpy, a small file system of its own in memory, no network and no other process.
+The program sees a read-only system, Python with numpy, a small file system of its own in memory, no
+network and no other process. In one container it is run on several inputs, one after another.
 """
 
 import importlib.util
+import json
 import math
 import os
+import select
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
-from sparrow_sglang.rl.sandbox.base import Limits, SandboxError, SandboxResult
-from sparrow_sglang.rl.sandbox.cgroup import ControlGroup
+from sparrow_sglang.errors import SparrowError
 
 # User ids without an account, one per reward worker, so that their processes count separately.
 FIRST_UID, NUM_UIDS = 50000, 10000
 # The program's own file system; also at /dev/shm, where the C library keeps semaphores.
 BOX = "/tmp"
-PROGRAM, PACKAGES = "/program.py", "/packages"
+PROGRAM, HARNESS, PACKAGES = "/program.py", "/harness.py", "/packages"
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-# Not all of /dev: a shared mapping of /dev/zero is memory that only a control group counts.
+# Not all of /dev: a shared mapping of /dev/zero is memory that no limit counts.
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 ENVIRONMENT = {
@@ -38,48 +41,205 @@ ENVIRONMENT = {
 }
 # Deep recursion needs more than the usual 8 MiB; every thread reserves as much address space.
 STACK_BYTES = 64 << 20
-
-
-def run_contained(source: str, stdin: str, limits: Limits) -> SandboxResult:
-    """Run `source` in a container; raises `SandboxError` if a tool that this needs is missing."""
-    output, errors = _file(), _file()
-    files = [_file(source), _file(stdin), output, errors]
+# Time for a container to start, and for a result beyond the program's own time.
+START_UP_S, GRACE_S = 20.0, 5.0
+# Runs the program on each input, in a fork of itself, as an interpreter takes long to start. Writes
+# a line for each: exit status, None if it was late, stdout and stderr. It knows no expected
+# outputs, so there is nothing to steal or to forge. All that a program has left is killed or
+# removed before the next input.
+_HARNESS = """
+import json, os, shutil, signal, sys, time, types
+def file(content=b""):
+    descriptor = os.memfd_create("stream")
+    with open(descriptor, "wb", closefd=False) as stream:
+        stream.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+def content(descriptor):
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "rb") as stream:
+        return stream.read().decode("utf-8", "replace")
+def wait(pid, seconds):
+    end, pause = time.monotonic() + seconds, 0.0005
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+def become(streams):
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = sys.__stdin__ = open(0, errors="surrogateescape", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", errors="surrogateescape", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.argv = [path]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = path
+    return main
+path, inputs, seconds, most = json.load(sys.stdin)
+print(flush=True)
+main = None
+for text in inputs:
+    streams = [file(text.encode("utf-8", "replace")), file(), file()]
+    pid = os.fork()
+    if pid == 0:
+        main = become(streams)
+        break
+    status = wait(pid, seconds)
     try:
-        with ControlGroup.for_program(limits.memory_bytes, limits.processes) as group:
-            process = subprocess.Popen(
-                [*_container(files[0]), *_limited(limits), *_interpreter()[0], PROGRAM],
-                env=ENVIRONMENT,
-                cwd="/",
-                stdin=files[1],
-                stdout=output,
-                stderr=errors,
-                pass_fds=[files[0]],
-                start_new_session=True,
-                preexec_fn=group.enter,
-            )
-            limit: Literal["wall_clock", "memory"] | None = None
-            try:
-                process.wait(limits.wall_clock_s)
-            except subprocess.TimeoutExpired:
-                limit = "wall_clock"
-            finally:
-                # The kernel then ends all that the program has started.
-                process.kill()
-                process.wait()
-            if group.out_of_memory():
-                limit = "memory"
-        return SandboxResult(limit, process.returncode, _content(output), _content(errors))
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    os.close(streams[0])
+    result = json.dumps([status, *map(content, streams[1:])])
+    print(result, flush=True)
+    most -= len(result)
+    if most < 0:
+        break
+    for entry in os.scandir():
+        try:
+            shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.remove(entry)
+        except (OSError, RecursionError):
+            pass
+if main:
+    with open(path, "rb") as program:
+        exec(compile(program.read(), path, "exec"), vars(main))
+"""
+
+
+class SandboxError(SparrowError, RuntimeError):
+    """Untrusted code cannot be run safely; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits beyond which a program fails.
+
+    `memory_bytes` bounds the address space of each process. `processes` counts threads too.
+    `disk_bytes` holds for the program's files together, and for each of stdout and stderr.
+    """
+
+    wall_clock_s: float = 10.0
+    memory_bytes: int = 1 << 30
+    processes: int = 16
+    disk_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True)
+class SandboxResult:
+    """The outcome of a program. If a signal ended it, `returncode` is below 0 or above 128; it is
+    None if the program was killed for its wall-clock time."""
+
+    returncode: int | None
+    stdout: str = ""
+    stderr: str = ""
+
+    @property
+    def late(self) -> bool:
+        return self.returncode is None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.returncode == 0
+
+
+def run_contained(
+    source: str, inputs: Sequence[str], limits: Limits, seconds: float
+) -> list[SandboxResult]:
+    """Results of `source` on the first inputs, in one container.
+
+    On one at least, unless `seconds` are over before; fewer than asked if the outputs are large or
+    the program ends its container, which is its result then. Raises `SandboxError` if the container
+    does not start, or if a tool that it needs is missing.
+    """
+    deadline = time.monotonic() + seconds
+    asked = json.dumps([PROGRAM, inputs, limits.wall_clock_s, limits.disk_bytes])
+    files = [_file(text) for text in (source, _HARNESS, asked, "")]
+    try:
+        process = subprocess.Popen(
+            [*_container(*files[:2]), *_limited(limits), *_interpreter()[0], HARNESS],
+            env=ENVIRONMENT,
+            cwd="/",
+            stdin=files[2],
+            stdout=subprocess.PIPE,
+            stderr=files[3],
+            pass_fds=files[:2],
+            start_new_session=True,
+        )
+        try:
+            return _results(process, len(inputs), limits.wall_clock_s + GRACE_S, deadline)
+        except _NotStarted:
+            os.lseek(files[3], 0, os.SEEK_SET)
+            reason = " ".join(os.read(files[3], 1000).decode(errors="replace").split())
+            raise SandboxError(f"the container does not start: {reason}") from None
+        finally:
+            # The kernel then ends all that the program has started.
+            process.kill()
+            process.communicate()
     finally:
         for descriptor in files:
             os.close(descriptor)
 
 
-def _container(source: int) -> list[str]:
+class _NotStarted(Exception):
+    """The harness has not said that it is there."""
+
+
+def _results(
+    process: "subprocess.Popen[bytes]", count: int, patience: float, deadline: float
+) -> list[SandboxResult]:
+    assert process.stdout is not None
+    pipe, buffer = process.stdout.fileno(), bytearray()
+
+    def next_line(limit: float) -> bytes | None:
+        """Empty at the end; None if none comes in time."""
+        until = min(time.monotonic() + limit, deadline)
+        while (end := buffer.find(b"\n")) < 0:
+            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+                return None
+            chunk = os.read(pipe, 1 << 20)
+            if not chunk:
+                return b""
+            buffer.extend(chunk)
+        line = bytes(buffer[: end + 1])
+        del buffer[: end + 1]
+        return line
+
+    results: list[SandboxResult] = []
+    if not next_line(START_UP_S):
+        if time.monotonic() < deadline:
+            raise _NotStarted
+        return results
+    while len(results) < count:
+        line = next_line(patience)
+        try:
+            if line:
+                results.append(SandboxResult(*json.loads(line)))
+                continue
+        except (ValueError, TypeError):
+            line = b""
+        ended = line is not None and process.wait(patience) == 0
+        if time.monotonic() < deadline and not (ended and results):
+            # It has stopped or killed the harness, or written into its output.
+            results.append(SandboxResult(None if line is None else -1))
+        return results
+    return results
+
+
+def _container(source: int, harness: int) -> list[str]:
     """The command prefix of a container without network, whose only writable folder is `BOX`."""
-    missing = [name for name in ("bwrap", "prlimit", "setpriv") if not shutil.which(name)]
+    tools = {name: shutil.which(name) for name in ("bwrap", "prlimit", "setpriv")}
+    missing = [name for name, path in tools.items() if path is None]
     if missing:
         raise SandboxError(f"{missing[0]} is not installed")
-    command = ["bwrap", "--die-with-parent", "--new-session", "--proc", "/proc"]
+    command = [str(tools["bwrap"]), "--die-with-parent", "--new-session", "--proc", "/proc"]
     for space in ("ipc", "pid", "net", "uts", "cgroup-try"):
         command.append(f"--unshare-{space}")
     if os.getuid() == 0:
@@ -88,7 +248,7 @@ def _container(source: int) -> list[str]:
             command += ["--cap-add", capability]
     else:
         command += ["--unshare-user", "--disable-userns"]
-    python, prefix = _interpreter()
+    _, prefix = _interpreter()
     command += _folders("/dev", *reversed([str(path) for path in Path(prefix).parents][:-1]))
     for device in DEVICES:
         command += ["--dev-bind", device, device]
@@ -106,7 +266,8 @@ def _container(source: int) -> list[str]:
         command += ["--ro-bind", str(package), f"{PACKAGES}/{package.name}"]
     command += ["--size", str(Limits().disk_bytes), "--perms", "1777", "--tmpfs", "/dev/shm"]
     command += ["--symlink", "/dev/shm", BOX]
-    command += ["--perms", "0444", "--ro-bind-data", str(source), PROGRAM]
+    for descriptor, path in ((source, PROGRAM), (harness, HARNESS)):
+        command += ["--perms", "0444", "--ro-bind-data", str(descriptor), path]
     return [*command, "--remount-ro", "/", "--chdir", BOX, "--"]
 
 
@@ -126,7 +287,8 @@ def _limited(limits: Limits) -> list[str]:
         "as": limits.memory_bytes,
         "cpu": math.ceil(limits.wall_clock_s) + 1,
         "fsize": limits.disk_bytes,
-        "nproc": limits.processes,
+        # And the harness.
+        "nproc": limits.processes + 1,
         "nofile": 64,
         "stack": STACK_BYTES,
         "core": 0,
@@ -152,16 +314,10 @@ def _numpy() -> list[Path]:
     return [path for path in (folder, folder.with_name("numpy.libs")) if path.exists()]
 
 
-def _file(content: str = "") -> int:
-    """A descriptor of a file in memory, which programs can also open through /dev/stdin."""
+def _file(content: str) -> int:
+    """A descriptor of a file in memory."""
     descriptor = os.memfd_create("sparrow-sandbox")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content.encode("utf-8", "replace"))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def _content(descriptor: int) -> str:
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    with open(descriptor, "rb", closefd=False) as file:
-        return file.read().decode("utf-8", "replace")

@@ -1,14 +1,11 @@
-"""Programs run by a server with the HTTP interface of SandboxFusion (bytedance/SandboxFusion).
-
-In: source, stdin and limits, as the body of POST /run_code. Out: a `SandboxResult`.
-"""
+"""Programs run by a server with the HTTP interface of SandboxFusion (bytedance/SandboxFusion)."""
 
 import time
 from typing import Any
 
 import httpx
 
-from sparrow_sglang.rl.sandbox.base import Limits, SandboxError, SandboxResult
+from sparrow_sglang.rl.sandbox.bubblewrap import Limits, SandboxError, SandboxResult
 
 PATH = "/run_code"
 # Time for a request beyond the program's own, in which it may wait for its turn.
@@ -17,11 +14,13 @@ ATTEMPTS, PAUSE_S = 3, 0.5
 _TRY_AGAIN = (429, 502, 503, 504)
 
 
-def run_remotely(source: str, stdin: str, limits: Limits, url: str) -> SandboxResult:
+def run_remotely(
+    source: str, stdin: str, limits: Limits, seconds: float, url: str
+) -> SandboxResult | None:
     """Run a program on the server at `url`, given with or without "/run_code".
 
-    A server that is busy or not reachable is asked again. Raises `SandboxError` if it gives no
-    result.
+    A server that is busy or not reachable is asked again, within `seconds`; None if they are over.
+    Raises `SandboxError` if it gives no result.
     """
     body = {
         "code": source,
@@ -31,27 +30,32 @@ def run_remotely(source: str, stdin: str, limits: Limits, url: str) -> SandboxRe
         "run_timeout": limits.wall_clock_s,
         "memory_limit_MB": limits.memory_bytes >> 20,
     }
-    answer = _post(url.removesuffix("/").removesuffix(PATH) + PATH, body, limits.wall_clock_s)
+    deadline = time.monotonic() + min(seconds, ATTEMPTS * (limits.wall_clock_s + QUEUE_S))
+    answer = _post(url.removesuffix("/").removesuffix(PATH) + PATH, body, deadline)
+    if answer is None:
+        return None
     result = answer.get("run_result") or {}
     if answer.get("status") not in ("Success", "Failed") or "status" not in result:
         raise SandboxError(f"{url}: no result of the program: {answer.get('message') or answer}")
-    late = result["status"] == "TimeLimitExceeded"
     code = result.get("return_code")
-    return SandboxResult(
-        "wall_clock" if late else None,
-        code if isinstance(code, int) else -1,
-        result.get("stdout") or "",
-        result.get("stderr") or "",
-    )
+    if result["status"] == "TimeLimitExceeded":
+        code = None
+    elif not isinstance(code, int):
+        code = -1
+    return SandboxResult(code, result.get("stdout") or "", result.get("stderr") or "")
 
 
-def _post(url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _post(url: str, body: dict[str, Any], deadline: float) -> dict[str, Any] | None:
+    problem: object = None
     for attempt in range(ATTEMPTS):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
         try:
-            response = httpx.post(url, json=body, timeout=seconds + QUEUE_S)
+            response = httpx.post(url, json=body, timeout=left)
             answer = response.json() if response.is_success else None
         except (httpx.TransportError, ValueError) as error:
-            problem: object = error
+            problem = error
         else:
             if isinstance(answer, dict):
                 return answer

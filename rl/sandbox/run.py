@@ -1,30 +1,47 @@
 """Runs Python programs that a model has written: in a container here, or by a server.
 
-In: source, stdin and limits. Out: a `SandboxResult`. A sandbox is named "bubblewrap", or by the URL
-of a server with the HTTP interface of SandboxFusion.
+A sandbox is named "bubblewrap", or by the URL of a server with the HTTP interface of SandboxFusion.
 """
 
-from sparrow_sglang.rl.sandbox.base import Limits, SandboxError, SandboxResult
-from sparrow_sglang.rl.sandbox.bubblewrap import run_contained
-from sparrow_sglang.rl.sandbox.cgroup import usable_parents
+import math
+from collections.abc import Sequence
+
+from sparrow_sglang.rl.sandbox.bubblewrap import (
+    START_UP_S,
+    Limits,
+    SandboxError,
+    SandboxResult,
+    run_contained,
+)
 from sparrow_sglang.rl.sandbox.remote import run_remotely
 
 BUBBLEWRAP = "bubblewrap"
-START_UP_S = 20.0
 _TRIAL = "import numpy\nprint(input()[::-1])"
+
+
+def run_inputs(
+    source: str,
+    inputs: Sequence[str],
+    limits: Limits,
+    sandbox: str = BUBBLEWRAP,
+    seconds: float = math.inf,
+) -> list[SandboxResult]:
+    """Run `source`, with the standard library and numpy, on the first of these inputs for stdin.
+
+    Returns one result at least, unless `seconds` are over before. Raises `SandboxError` if this
+    sandbox does not work.
+    """
+    if sandbox == BUBBLEWRAP:
+        return run_contained(source, inputs, limits, seconds)
+    result = run_remotely(source, inputs[0], limits, seconds, sandbox)
+    return [] if result is None else [result]
 
 
 def run_python(
     source: str, stdin: str = "", limits: Limits | None = None, sandbox: str = BUBBLEWRAP
 ) -> SandboxResult:
-    """Run `source` with the standard library and numpy.
-
-    Raises `SandboxError` if this sandbox does not work.
-    """
-    limits = limits or Limits()
-    if sandbox == BUBBLEWRAP:
-        return run_contained(source, stdin, limits)
-    return run_remotely(source, stdin, limits, sandbox)
+    """The result of `source` on one input."""
+    return run_inputs(source, [stdin], limits or Limits(), sandbox)[0]
 
 
 def check_sandbox(sandbox: str) -> None:
@@ -50,15 +67,5 @@ def sandbox_problem(sandbox: str) -> str | None:
         return str(error)
     if result.stdout == "cba\n" and result.succeeded:
         return None
-    reason = result.limit or " ".join(result.stderr.split()) or f"status {result.returncode}"
-    return f"a trial run failed ({reason})"
-
-
-def weakness(sandbox: str) -> str | None:
-    """What a program can do beyond its limits in this sandbox, None if nothing is known."""
-    if sandbox != BUBBLEWRAP or usable_parents():
-        return None
-    return (
-        "no control group can be made here: each process of a program may take the memory allowed,"
-        f" and a program may have {Limits().processes} of them"
-    )
+    reason = " ".join(result.stderr.split()) or f"status {result.returncode}"
+    return f"a trial run failed ({'time limit' if result.late else reason})"

@@ -16,7 +16,7 @@ from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks import code, files, math, story
 from sparrow_sglang.rl.tasks.base import ChatRender, Render, SkippedRow, Task
-from sparrow_sglang.rl.tasks.imported import imported
+from sparrow_sglang.rl.tasks.files import imported
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, nearest_first

@@ -1,12 +1,10 @@
-"""What a response answers: the part after its thinking, and in it the last box or program.
-
-In: the text of a response. Out: the part that counts, or None if the response answers nothing.
-"""
+"""What a response answers: the part after its thinking, and in it the last box or program."""
 
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 
+THINKING_MARK = re.compile(r"</?think(?:ing)?>")
 _END_OF_THINKING = re.compile(r"</think(?:ing)?>")
 _THINKING = re.compile(r"<think(?:ing)?>")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)

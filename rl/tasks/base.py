@@ -5,12 +5,14 @@ a list of chat messages; "id" is optional. The other fields depend on the task.
 """
 
 import json
+import logging
 import math
 import random
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,11 +23,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted, relative_note
 from sparrow_sglang.rl.config import TaskSource
-from sparrow_sglang.rl.tasks.formats import read_example
+from sparrow_sglang.rl.tasks.formats import KINDS, is_hub, read_example, read_rows
 from sparrow_sglang.rl.tasks.reward_worker import Reward
-from sparrow_sglang.rl.tasks.rows import KINDS, is_hub, read_rows
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, unknown_key
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
 # Chat messages -> token ids of the prompt, ready for the assistant's turn.
@@ -104,17 +107,32 @@ class ChatRender:
 
     def __init__(self, tokenizer: Any, **variables: Any) -> None:
         self._tokenizer, self._variables = tokenizer, variables
+        self._opening: str | None = None
         self.opens_thinking = False
 
     def __call__(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Raises `ValueError` if the template refuses the messages, or renders nothing of them."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self._variables
-            )
+            text = self._rendered(messages, opening=True)
+            if self._opening is None:
+                self._opening = text.removeprefix(self._rendered(messages, opening=False))
+                if not self._opening:
+                    logger.warning(
+                        "the model's chat template has no generation prompt: responses may begin"
+                        " with the assistant's header"
+                    )
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
+        if not text.strip() or text == self._opening:
+            raise ValueError("the model's chat template renders nothing of the messages")
         self.opens_thinking = text.rstrip().endswith(("<think>", "<thinking>"))
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _rendered(self, messages: Sequence[Message], opening: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=opening, **self._variables
+        )
+        return text
 
 
 def parse_options(kind: type[OptionsT], config: TaskSource) -> OptionsT:
@@ -198,6 +216,17 @@ def _overlaps(train: Sequence[Prompt], heldout: Mapping[str, Sequence[Prompt]]) 
     ]
 
 
+@contextmanager
+def _long_integers() -> Iterator[None]:
+    """Without Python's limit on the digits of an integer, which tests of programs exceed."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
 class _File:
     """The examples of one file, and counts of what was left out."""
 
@@ -212,6 +241,12 @@ class _File:
     def prompts(self, render: Render, read_payload: ReadPayload) -> tuple[Prompt, ...]:
         """All usable prompts; raises `InputError` if too many rows are not, or none is left."""
         prompts: dict[str, Prompt] = {}
+        with _long_integers():
+            self._read(render, read_payload, prompts)
+        self._check(len(prompts))
+        return tuple(prompts.values())
+
+    def _read(self, render: Render, read_payload: ReadPayload, prompts: dict[str, Prompt]) -> None:
         seen: set[str] = set()
         for where, number, row in read_rows(self._path):
             self._rows += 1
@@ -240,8 +275,6 @@ class _File:
             if getattr(render, "opens_thinking", False):
                 payload = {**payload, "thinking": True}
             prompts[name] = Prompt(name, self._config.name, rendered, payload)
-        self._check(len(prompts))
-        return tuple(prompts.values())
 
     def note(self) -> str:
         """One line on what was read."""

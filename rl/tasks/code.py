@@ -4,7 +4,6 @@ Data files hold "prompt" and "tests", a list of objects with "input" and "output
 reads from stdin and prints or, with "fn_name", the arguments and the value of that function.
 """
 
-import logging
 import re
 import time
 from collections import Counter
@@ -19,25 +18,25 @@ from sparrow_sglang.rl.sandbox.run import (
     BUBBLEWRAP,
     Limits,
     SandboxError,
+    SandboxResult,
     check_sandbox,
-    run_python,
-    weakness,
+    run_inputs,
 )
 from sparrow_sglang.rl.tasks.answers import conclusion, last_program
-from sparrow_sglang.rl.tasks.base import (
-    FileOptions,
-    Render,
-    Task,
-    load_files,
-    parse_options,
+from sparrow_sglang.rl.tasks.base import FileOptions, Render, Task, load_files, parse_options
+from sparrow_sglang.rl.tasks.code_tests import (
+    IMPORTS,
+    function_program,
+    passes,
+    read_tests,
+    stdin_program,
 )
-from sparrow_sglang.rl.tasks.code_tests import IMPORTS, function_program, passes, read_tests
 from sparrow_sglang.rl.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 _READS_INPUT = re.compile(r"\binput\b|\bstdin\b|\bopen\(0|\bread\(0|\bfileinput\b")
 _MISSING_NAME = re.compile(r"^NameError: name '\w+' is not defined", re.MULTILINE)
+# Tests that share a container, at most.
+_LARGEST_BATCH = 64
 Outcome = Literal["passed", "wrong", "failed", "late", "skipped"]
 
 
@@ -53,10 +52,12 @@ class CodeOptions(FileOptions):
     wall_clock_s: float = Field(default=6.0, gt=0)
     """Time for a program to finish one test."""
     response_s: float = Field(default=25.0, gt=0)
-    """Time for all tests of a response; those left then count as failed. `task.reward_timeout_s`
-    should be longer."""
+    """Time for all tests of a response, after which its reward is missing unless a test has failed.
+    `task.reward_timeout_s` should be longer."""
+    max_tests: int | None = Field(default=None, ge=1)
+    """Most tests of a problem, chosen evenly; all by default."""
     memory_mib: int = Field(default=1024, ge=64)
-    """Memory of a program and its children together."""
+    """Memory of each of a program's processes."""
     sandbox: Annotated[str, AfterValidator(_sandbox_name)] = BUBBLEWRAP
     """"bubblewrap", or the URL of a server with the HTTP interface of SandboxFusion."""
     score: Literal["all", "fraction"] = "all"
@@ -73,8 +74,6 @@ def load(config: TaskSource, render: Render) -> Task:
         check_sandbox(options.sandbox)
     except SandboxError as error:
         raise InputError(f"task.options.sandbox={options.sandbox!r}: {error}") from None
-    if weak := weakness(options.sandbox):
-        logger.warning("sandbox: %s", weak)
     settings = {
         "limits": {"wall_clock_s": options.wall_clock_s, "memory_bytes": options.memory_mib << 20},
         "response_s": options.response_s,
@@ -83,19 +82,24 @@ def load(config: TaskSource, render: Render) -> Task:
     }
 
     def payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
-        return read_tests(example) | settings
+        read = read_tests(example)
+        tests, most = read["tests"], options.max_tests
+        if most is not None and most < len(tests):
+            tests = [tests[number * len(tests) // most] for number in range(most)]
+        return read | settings | {"tests": tests}
 
     return load_files(config, render, payload, options, reward, "code")
 
 
-def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> dict[str, float]:
+def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> dict[str, float | None]:
     """1 if the program in `text` passes every test, else 0; or the share of tests passed.
 
     The program is the last fenced block that reads stdin, or defines the function, and is labelled
     as Python or not at all. A test is passed if the program ends by itself, with status 0, and
     prints what is expected (see `code_tests.passes`). With score "all" the first failure ends the
-    tests. Sub-scores are the shares of tests passed, and of those that failed with an error and
-    that were late. Raises `ValueError` if there are no tests, as any program would pass them, and
+    tests. The score is None if the time for a response is over before any test has failed.
+    Sub-scores are the shares of tests passed, and of those that failed with an error and that were
+    late. Raises `ValueError` if there are no tests, as any program would pass them, and
     `SandboxError` if the sandbox does not work.
     """
     payload = prompt.payload
@@ -104,13 +108,15 @@ def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> dict[str, 
         raise ValueError(f"prompt {prompt.id!r} has no tests: expected at least one")
     answer = conclusion(text, finish_reason, payload.get("thinking", False))
     program = None if answer is None else _program(answer, payload.get("fn_name"))
-    outcomes: Sequence[Outcome] = [] if program is None else run_tests(payload, program)
+    outcomes: Sequence[Outcome] = ["failed"] if program is None else run_tests(payload, program)
     counts, total = Counter(outcomes), len(tests)
     share = counts["passed"] / total
+    score = share if payload.get("score") == "fraction" else float(share == 1)
+    unknown = counts["skipped"] and counts["passed"] + counts["skipped"] == total
     return {
-        "score": share if payload.get("score") == "fraction" else float(share == 1),
+        "score": None if unknown else score,
         "tests_passed": share,
-        "tests_failed": counts["failed"] / total,
+        "tests_failed": 0.0 if program is None else counts["failed"] / total,
         "tests_late": counts["late"] / total,
     }
 
@@ -122,35 +128,40 @@ def run_tests(payload: Mapping[str, Any], program: str) -> list[Outcome]:
     the time of a test. Tests are "skipped" after the time for a response or, unless the score is a
     fraction, after the first one that is not passed.
     """
-    outcomes: list[Outcome] = []
+    tests, name = payload["tests"], payload.get("fn_name")
+    limits, sandbox = Limits(**payload["limits"]), payload["sandbox"]
+    source = function_program(program, name) if name else stdin_program(program)
     deadline = time.monotonic() + payload.get("response_s", float("inf"))
-    for test in payload["tests"]:
-        left = deadline - time.monotonic()
-        stop = payload.get("score") != "fraction" and any(one != "passed" for one in outcomes)
-        if stop or left <= 0:
-            outcomes.append("skipped")
-        else:
-            outcomes.append(_run_test(payload, program, test, left))
-    return outcomes
+    outcomes: list[Outcome] = []
+    size = 1
+    while len(outcomes) < len(tests) and (left := deadline - time.monotonic()) > 0:
+        batch = tests[len(outcomes) : len(outcomes) + size]
+        results = run_inputs(source, [test["input"] for test in batch], limits, sandbox, left)
+        if not name and any(map(_lacks_import, results)) and IMPORTS not in source:
+            # Graders of the field import the usual modules first; most programs do not need it.
+            source = stdin_program(f"{IMPORTS}\n{program}")
+            continue
+        for test, result in zip(batch, results, strict=False):
+            outcomes.append(_outcome(result, test, name, payload.get("tolerance")))
+        if payload.get("score") != "fraction" and set(outcomes) != {"passed"}:
+            break
+        # Wrong programs fail early.
+        size = min(2 * size, _LARGEST_BATCH)
+    return outcomes + ["skipped"] * (len(tests) - len(outcomes))
 
 
-def _run_test(
-    payload: Mapping[str, Any], program: str, test: Mapping[str, Any], left: float
+def _lacks_import(result: SandboxResult) -> bool:
+    return bool(result.returncode and _MISSING_NAME.search(result.stderr))
+
+
+def _outcome(
+    result: SandboxResult, test: Mapping[str, Any], name: str | None, tolerance: float | None
 ) -> Outcome:
-    limits = dict(payload["limits"])
-    limits["wall_clock_s"] = min(limits["wall_clock_s"], left)
-    name = payload.get("fn_name")
-    source = function_program(program, name) if name else program
-    result = run_python(source, test["input"], Limits(**limits), payload["sandbox"])
-    if not name and result.returncode and _MISSING_NAME.search(result.stderr):
-        # Graders of the field import the usual modules first; most programs do not need it.
-        source = f"{IMPORTS}\n{program}"
-        result = run_python(source, test["input"], Limits(**limits), payload["sandbox"])
-    if result.limit == "wall_clock":
+    if result.late:
         return "late"
     if not result.succeeded:
         return "failed"
-    return "passed" if passes(result.stdout, test, name, payload.get("tolerance")) else "wrong"
+    return "passed" if passes(result.stdout, test, name, tolerance) else "wrong"
 
 
 def _program(answer: str, function: str | None) -> str | None:

@@ -1,12 +1,11 @@
 """Tests of programs: read from rows, put to functions, and compared with what programs print.
 
-In: the fields of a row. Out: `Prompt.payload` with "tests", "fn_name" and "tolerance". A test has
-"input", the text for stdin, and "output"; for functions both are JSON, the input a list of
-arguments.
+A test has "input", the text for stdin, and "output"; for functions both are JSON, the input a list
+of arguments.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from math import isclose
 from typing import Any
@@ -24,6 +23,8 @@ IMPORTS = "\n".join(
 # Fields that name a judge other than a comparison of outputs.
 _CHECKERS = ("checker", "generated_checker", "special_judge", "spj", "checker_code", "interactor")
 _EXPECTED = "a list of objects with input and output"
+# As LiveCodeBench's checker sets it; and integers of any length.
+_LIMITS = "import sys; sys.setrecursionlimit(50_000); sys.set_int_max_str_digits(0)\n"
 _FUNCTION = """
 import json as _json, sys as _sys
 _stdout, _sys.stdout = _sys.stdout, _sys.stderr
@@ -32,7 +33,11 @@ exec(compile({program!r}, "solution.py", "exec"), _names)
 _owner = _names.get("Solution")
 _function = getattr(_owner() if _owner else None, {name!r}, None) or _names[{name!r}]
 _value = _function(*_json.loads(_sys.stdin.read()))
-_stdout.write(_json.dumps(_value, default=list))
+def _plain(value):
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return float(value) if hasattr(value, "__float__") else list(value)
+_stdout.write(_json.dumps(_value, default=_plain))
 """
 
 
@@ -72,13 +77,18 @@ def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def stdin_program(program: str) -> str:
+    """The program with the interpreter's limits set; imports of the future must come first."""
+    return program if "__future__" in program else _LIMITS + program
+
+
 def function_program(program: str, name: str) -> str:
     """A program that calls a function of `program`, by itself or of its class `Solution`.
 
     It reads a JSON list of arguments, and prints the value as JSON; what the function prints goes
     to stderr.
     """
-    return IMPORTS + _FUNCTION.format(program=program, name=name)
+    return _LIMITS + IMPORTS + _FUNCTION.format(program=program, name=name)
 
 
 def passes(
@@ -97,11 +107,16 @@ def passes(
         pairs = zip(given, expected, strict=False)
         return len(given) == len(expected) and all(_same_token(*pair, limit) for pair in pairs)
     try:
-        value, wanted = json.loads(stdout), json.loads(test["output"])
+        value, wanted = (json.loads(text, parse_int=_integer) for text in (stdout, test["output"]))
     except (ValueError, RecursionError):
         return False
     alone = test.get("wrapped") and isinstance(wanted, list) and len(wanted) == 1
     return _same_value(value, wanted, limit) or bool(alone and _same_value(value, wanted[0], limit))
+
+
+def _integer(digits: str) -> int | Decimal:
+    """The number, as a type that Python reads from so many digits."""
+    return int(digits) if len(digits) <= 4300 else Decimal(digits)
 
 
 def _same_token(given: str, expected: str, tolerance: float) -> bool:
@@ -155,14 +170,16 @@ def _function_of(test: Mapping[str, Any]) -> Any:
 
 
 def _stdin_test(test: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {field: _lines(test.get(field)) for field in ("input", "output")}
+    texts = {field: _lines(test.get(field, ...)) for field in ("input", "output")}
     if None in texts.values():
         raise ValueError(f"tests holds {_short(test)}: expected {_EXPECTED}, both strings")
     return texts
 
 
 def _lines(value: Any) -> str | None:
-    """A text, or lines of one; None if it is neither."""
+    """A text, lines of one, or null for no text; None if it is neither."""
+    if value is None:
+        return ""
     if isinstance(value, list) and all(isinstance(line, str | int | float) for line in value):
         return "\n".join(map(str, value))
     return value if isinstance(value, str) else None
@@ -171,21 +188,24 @@ def _lines(value: Any) -> str | None:
 def _function_test(test: Mapping[str, Any]) -> dict[str, Any]:
     if "input" not in test or "output" not in test:
         raise ValueError(f"tests holds {_short(test)}: expected {_EXPECTED}")
-    given, output = test["input"], test["output"]
+    given = test["input"]
     if isinstance(given, str):
         # LiveCodeBench: one argument a line.
-        arguments: Sequence[Any] = [_value(line) for line in given.split("\n") if line.strip()]
+        arguments = [_json(line) for line in given.split("\n") if line.strip()]
     else:
-        arguments = given if isinstance(given, list) else [given]
-    value = _value(output) if isinstance(output, str) else output
-    return {"input": json.dumps(arguments), "output": json.dumps(value)}
+        arguments = [json.dumps(one) for one in (given if isinstance(given, list) else [given])]
+    output = test["output"]
+    text = _json(output) if isinstance(output, str) else json.dumps(output)
+    return {"input": f"[{', '.join(arguments)}]", "output": text}
 
 
-def _value(text: str) -> Any:
+def _json(text: str) -> str:
+    """A text that is JSON as it is, any other as a JSON string."""
     try:
-        return json.loads(text)
+        json.loads(text, parse_int=_integer)
     except ValueError:
-        return text
+        return json.dumps(text)
+    return text
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,7 @@ from sandbox_server import sandbox_server
 from task_files import jsonl, load
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.sandbox.run import BUBBLEWRAP, sandbox_problem
+from sparrow_sglang.rl.sandbox.run import BUBBLEWRAP, run_inputs, sandbox_problem
 from sparrow_sglang.rl.tasks import code
 from sparrow_sglang.rl.types import Prompt
 
@@ -64,14 +64,74 @@ class Solution:
 
 
 @contained
+def test_values_that_are_equal_pass_whatever_their_type(tmp_path: Path) -> None:
+    digits = f"1{'0' * 5000}"
+    for number, (value, output) in enumerate(
+        [
+            ("np.int64(n)", "[2]"),
+            ("np.array([1, n])", "[[1, 2]]"),
+            ("np.bool_(n)", "[true]"),
+            ("Decimal('1.5')", "[1.5]"),
+            ("10**5000", f"[{digits}]"),
+            ("''", '[""]'),
+            ("None", "[null]"),
+            # The recursion of LiveCodeBench's checker.
+            ("deep(40_000)", "[40000]"),
+        ]
+    ):
+        text = (
+            "```python\nimport numpy as np\nfrom decimal import Decimal\n"
+            f"def deep(n): return n and 1 + deep(n - 1)\ndef f(n): return {value}\n```"
+        )
+        path = tmp_path / f"{number}.jsonl"
+        tests = f'{{"inputs": [[2]], "outputs": [{output}], "fn_name": "f"}}'
+        path.write_text(f'{{"prompt": "?", "tests": {tests}}}\n')
+        prompt = load("code", path, options={"wall_clock_s": 60.0, "response_s": 200.0}).train[0]
+        assert code.reward(prompt, text)["score"] == 1.0, value
+        assert code.reward(prompt, text.replace("return", "return 7,"))["score"] == 0.0, value
+        assert code.reward(prompt, text.replace("return", "1/0; return"))["score"] == 0.0, value
+    nines = [{"input": "9" * 4999, "output": f"1{'0' * 4999}"}]
+    assert code.reward(prompt_of(tmp_path, nines), RIGHT.replace("2 *", "1 +"))["score"] == 1.0
+    empty = prompt_of(tmp_path, [{"input": "", "output": None}])
+    assert code.reward(empty, "```python\npass\n```")["score"] == 1.0
+    assert code.reward(empty, "```python\nprint(1)\n```")["score"] == 0.0
+
+
+@contained
+def test_a_right_program_passes_hundreds_of_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    containers = []
+
+    def counted(source: str, inputs: list[str], *rest: Any) -> Any:
+        containers.append(len(inputs))
+        return run_inputs(source, inputs, *rest)
+
+    monkeypatch.setattr(code, "run_inputs", counted)
+    tests = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(250)]
+    prompt = prompt_of(tmp_path, tests)
+    assert code.reward(prompt, RIGHT)["score"] == 1.0
+    # Most wrong programs fail in the first, which is small.
+    assert (sum(containers), containers[0]) == (250, 1) and len(containers) <= 10
+    outcomes = code.run_tests(prompt.payload, "n = int(input())\nprint(2 * n if n < 200 else 0)")
+    assert outcomes[199:202] == ["passed", "wrong", "wrong"] and outcomes[-1] == "wrong"
+    few = prompt_of(tmp_path, tests, max_tests=3).payload["tests"]
+    assert [test["input"] for test in few] == ["0\n", "83\n", "166\n"]
+
+
+@contained
 def test_a_fraction_of_the_tests_may_count_and_time_is_limited_for_all(tmp_path: Path) -> None:
     tests = [*DOUBLE, {"input": "3\n", "output": "0\n"}, {"input": "x\n", "output": ""}]
     score = {"score": 0.5, "tests_passed": 0.5, "tests_failed": 0.25, "tests_late": 0.0}
     assert code.reward(prompt_of(tmp_path, tests, score="fraction"), RIGHT) == score
     assert code.reward(prompt_of(tmp_path, tests), RIGHT)["tests_failed"] == 0.0
-    slow = "```python\nimport time; time.sleep(60)\n```"
-    late = prompt_of(tmp_path, DOUBLE, score="fraction", response_s=0.5)
-    assert code.run_tests(late.payload, slow[10:-4]) == ["late", "skipped"]
+    slow = RIGHT.replace("print", "import time; time.sleep(1)\nprint")
+    # Nothing is wrong with it as far as it ran.
+    short = prompt_of(tmp_path, DOUBLE * 5, response_s=3.0)
+    assert code.reward(short, slow)["score"] is None
+    assert code.reward(short, slow.replace("2 *", "3 *"))["score"] == 0.0
+    late = prompt_of(tmp_path, DOUBLE, wall_clock_s=0.5)
+    assert code.reward(late, slow)["score"] == 0.0
 
 
 def test_programs_can_be_judged_by_a_server(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """What a rollout takes from an engine's answers, and the buckets that weights travel in."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from training import PROMPTS
 
 from sparrow_sglang.rl.engines.buckets import pack
+from sparrow_sglang.rl.engines.responses import response_text
 from sparrow_sglang.rl.rollout import RolloutError, Sampling, continued, sample_request
-from sparrow_sglang.rl.types import Group, Rollout, Segment
+from sparrow_sglang.rl.tasks import math
+from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -20,6 +25,26 @@ def answer(ids: list[int], **meta) -> dict:
         "weight_version": "3",
     }
     return {"meta_info": base | meta}
+
+
+def test_thinking_markers_that_are_special_tokens_are_in_the_text() -> None:
+    symbols = ["<think>", "</think>", "<|im_end|>", r"maybe \boxed{12}", " or not"]
+    special = {
+        number: SimpleNamespace(content=symbol, special=True)
+        for number, symbol in enumerate(symbols[:3])
+    }
+    tokenizer = SimpleNamespace(
+        added_tokens_decoder=special,
+        decode=lambda ids, **_: "".join(symbols[number] for number in ids),
+    )
+
+    def reward(ids: list[int]) -> float:
+        said = answer(ids, finish_reason={"type": "stop", "matched": 2})
+        decode = partial(response_text, tokenizer)
+        rollout = continued(begun(), said, SAMPLING, "3", "dense", decode)
+        return math.reward(Prompt("p", "math", (1,), {"answer": "12"}), rollout.text)
+
+    assert (reward([0, 3, 4, 2]), reward([0, 4, 1, 3, 2])) == (0, 1)
 
 
 def begun() -> Rollout:

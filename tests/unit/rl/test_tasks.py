@@ -10,8 +10,10 @@ import pytest
 from task_files import jsonl, load, render
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TaskConfig
+from sparrow_sglang.rl.config import TaskConfig, TrainConfig
+from sparrow_sglang.rl.runs.setup import check
 from sparrow_sglang.rl.tasks import TASKS, ChatRender, code, load_task, math, story
+from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
 
 
@@ -173,6 +175,19 @@ def test_what_a_task_of_ones_own_returns_is_checked(
             load(f"own_task:{name}")
 
 
+def test_a_missing_module_is_refused_and_none_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_package").mkdir()
+    for name in ("own_package/__init__.py", "own_package/task.py"):
+        (tmp_path / name).write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    require_module("task.name", "own_package.task:load")
+    for name in ("own_packages:load", "own_package.tasks:load", "own_package.task.more:load"):
+        with pytest.raises(InputError, match=f"task.name='{name}'"):
+            check(TrainConfig.model_validate({"run_dir": tmp_path, "task": {"name": name}}))
+
+
 @pytest.fixture
 def any_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are not run, only read."""
@@ -231,19 +246,44 @@ def test_more_stories_than_there_are_words_for_are_refused() -> None:
     load("story")
 
 
-def test_ChatRendering_opens_the_assistants_turn_and_adds_no_special_token() -> None:
-    class Tokenizer:
-        def apply_chat_template(self, messages: list[dict[str, str]], **how: bool) -> str:
-            assert how.pop("enable_thinking") is False
-            assert how == {"tokenize": False, "add_generation_prompt": True}
-            return "".join(message["content"] for message in messages) + ">"
+class Tokenizer:
+    """One token a byte; the template puts `header` after the messages if asked for an opening."""
 
-        def __call__(self, text: str, add_special_tokens: bool) -> Any:
-            assert not add_special_tokens
-            return SimpleNamespace(input_ids=list(text.encode()))
+    def __init__(self, header: str, template: str = "{}") -> None:
+        self.header, self.template = header, template
 
-    render = ChatRender(Tokenizer(), enable_thinking=False)
+    def apply_chat_template(self, messages: list[dict[str, str]], **how: bool) -> str:
+        assert how.pop("enable_thinking") is False and how.pop("tokenize") is False
+        text = self.template.format("".join(message["content"] for message in messages))
+        return text + (self.header if how["add_generation_prompt"] else "")
+
+    def __call__(self, text: str, add_special_tokens: bool) -> Any:
+        assert not add_special_tokens
+        return SimpleNamespace(input_ids=list(text.encode()))
+
+
+def test_rendering_opens_the_assistants_turn_and_adds_no_special_token() -> None:
+    render = ChatRender(Tokenizer(">"), enable_thinking=False)
     assert render([{"role": "user", "content": "Hi"}]) == tuple(b"Hi>")
+
+
+def test_a_template_without_a_generation_prompt_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    render = ChatRender(Tokenizer(""), enable_thinking=False)
+    for _ in range(2):
+        assert render([{"role": "user", "content": "Hi"}]) == tuple(b"Hi")
+    assert [
+        record.message for record in caplog.records if "generation prompt" in record.message
+    ] == [caplog.records[0].message]
+
+
+@pytest.mark.parametrize("header", ["", ">"])
+def test_a_template_that_renders_nothing_is_refused_with_its_row(
+    tmp_path: Path, header: str
+) -> None:
+    render = ChatRender(Tokenizer(header, template=""), enable_thinking=False)
+    config = TaskConfig(name="math", train_path=jsonl(tmp_path / "data.jsonl", sums(2)))
+    with pytest.raises(InputError, match="data.jsonl:1: .*renders nothing"):
+        load_task(config, render)
 
 
 def verl_rows(count: int) -> list[dict[str, Any]]:
