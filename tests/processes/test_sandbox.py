@@ -90,13 +90,17 @@ def test_forking_without_end_scores_zero_and_leaves_nobody() -> None:
 
 
 def test_inputs_share_a_container_and_nothing_else() -> None:
-    source = (
-        "import os, time\n"
-        "print(input(), os.listdir(), len([one for one in os.listdir('/proc') if one.isdigit()]))\n"
-        "open('left', 'w').write('x'); os.makedirs('deep/er')\n"
-        "if os.fork() == 0: os.setsid(); time.sleep(60)\n"
-    )
-    # bubblewrap's own two processes, the harness and the program.
+    source = """
+import os, time
+def processes(): return sum(one.isdigit() for one in os.listdir('/proc'))
+# Those that have been killed may take a moment to end.
+end = time.monotonic() + 5
+while processes() > 3 and time.monotonic() < end: time.sleep(0.01)
+print(input(), os.listdir(), processes())
+open('left', 'w').write('x'); os.makedirs('deep/er')
+if os.fork() == 0: os.setsid(); time.sleep(60)
+"""
+    # bubblewrap's own, the harness and the program.
     results = run_inputs(source, ["1", "2", "3"], PATIENT)
     assert [one.stdout for one in results] == [f"{number} [] 3\n" for number in (1, 2, 3)]
     assert programs() == []
