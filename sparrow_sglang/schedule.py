@@ -56,6 +56,8 @@ MAX_TOKENS = 2**30
 MAX_BINS = 1024
 DENSE = "dense"
 """Name of the schedule under which every step reads everything."""
+DRAFTS = "drafts"
+"""Name of `BudgetSchedule.drafts`."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # What a switch on a running server must leave as it is.
@@ -370,6 +372,26 @@ class BudgetSchedule(BaseModel):
         """Whether `model_match` is there and fits the Hugging Face config (object or mapping)."""
         fields = self.model_match or {}
         return bool(fields) and all(model_value(hf_config, k) == v for k, v in fields.items())
+
+    @classmethod
+    def drafts(cls, page_size: int = PAGE_SIZE) -> "BudgetSchedule":
+        """A sixteenth of the context for lossless decoding, which needs no calibration.
+
+        512 tokens at least, 16,384 at most, chosen by int4 landmarks in all layers.
+        """
+        budgets = tuple(max(512, (index + 1) * 256) for index in range(64))
+        return cls(
+            name=DRAFTS,
+            page_size=page_size,
+            bin_tokens=4096,
+            budget_tokens=budgets,
+            dense_layers=(),
+            selection=SelectionRule(
+                landmark_bits=4,
+                landmark_tokens=int4_landmark_tokens(page_size),
+                group_score="best_head",
+            ),
+        )
 
     @classmethod
     def fixed(cls, tokens: int, page_size: int = PAGE_SIZE) -> "BudgetSchedule":

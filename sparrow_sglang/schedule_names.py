@@ -11,7 +11,7 @@ from typing import Any
 
 from sparrow_sglang.hf_config import model_value
 from sparrow_sglang.json_values import cut, quoted, relative_note
-from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import DRAFTS, MAX_TOKENS, BudgetSchedule, ScheduleError
 from sparrow_sglang.selection import SelectionRule
 from sparrow_sglang.validation import nearest_first
 
@@ -32,7 +32,7 @@ def known_schedules() -> list[str]:
 
 
 def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
-    """The schedule that `spec` names: a shipped name, a path to .json, or fixed-<tokens>.
+    """The schedule that `spec` names: a shipped name, a path to .json, fixed-<tokens> or drafts.
 
     Raises `ScheduleError` if there is none, if it is invalid or if it was made for another page
     size than the server's `page_size`.
@@ -41,13 +41,15 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
         if len(match[1]) > len(str(MAX_TOKENS)):
             raise ScheduleError(f"schedule {quoted(spec)}: expected at most fixed-{MAX_TOKENS}")
         return BudgetSchedule.fixed(int(match[1]), page_size)
+    if spec == DRAFTS:
+        return BudgetSchedule.drafts(page_size)
     named = spec in known_schedules()
     if named or spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
         return _for_page_size(read_schedule(spec), page_size, spec)
     nearest = nearest_first(spec, known_schedules())[:_NAMED]
     raise ScheduleError(
         f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
-        " fixed-<tokens>, or a name that `sparrow schedules` lists; the nearest are"
+        f" fixed-<tokens>, {DRAFTS}, or a name that `sparrow schedules` lists; the nearest are"
         f" {', '.join(nearest)}"
     )
 

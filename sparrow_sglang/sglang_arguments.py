@@ -105,7 +105,9 @@ def stock_attention_backend(server_args: "ServerArgs", model_config: "ModelConfi
     unset: Any = copy.copy(record)
     # A struct's copy has its fields only.
     vars(unset).update(vars(record))
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    # For pages of several tokens SGLang would choose a backend that can verify trees of drafts.
+    for name in (*backends, "speculative_algorithm", "speculative_eagle_topk"):
         _set_field(unset, name, None)
     hf_config = model_config.hf_config
     rules = collect_model_override_declarations(hf_config.architectures[0], unset, hf_config)

@@ -88,6 +88,8 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
                 f" {len(PROCESS.hooks)} hooks fit into it"
             )
         line = start_up_line(schedule, source, model_config.hf_config)
+        if is_lossless(view):
+            line += f"; lossless decoding, {view.speculative_num_draft_tokens - 1} drafts a round"
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
         announce(line)

@@ -216,8 +216,14 @@ def reserve_decode_buffers(
     shape = DecodeShape.of_model(
         schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype
     )
-    device = torch.device("cuda", kvc.gpu_id)
-    return available_bytes - buffer_bytes(shape, rows, num_layers_of(hf_config), device)
+    needed = buffer_bytes(
+        shape, rows, num_layers_of(hf_config), torch.device("cuda", kvc.gpu_id)
+    )
+    if is_lossless(server_args):
+        # Logits of a round, and as much twice while its probabilities are computed, in fp32.
+        tokens = rows * server_args.speculative_num_draft_tokens
+        needed += 3 * 4 * tokens * kvc.model_config.vocab_size
+    return available_bytes - needed
 
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
 from sparrow_sglang.config import AUTO, named_schedule
 from sparrow_sglang.plugin.adapter_checks import check_folders
+from sparrow_sglang.plugin.lossless.refusals import MAX_REQUESTS, is_lossless
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     device_problems,
@@ -30,7 +31,7 @@ from sparrow_sglang.plugin.refusals import (
     uses_sparrow,
 )
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 from sparrow_sglang.sglang_arguments import (
     ServerField,
@@ -94,6 +95,9 @@ def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetS
     """
     name, source = named_schedule(getattr(server_args, FIELD))
     page_size = resolved(server_args).page_size
+    if name == AUTO and is_lossless(resolved(server_args)):
+        # Drafts need no calibration, and the model's own schedule reads more than pays.
+        name = DRAFTS
     if name == AUTO:
         schedule = schedule_for_model(hf_config, page_size)
     else:
@@ -217,6 +221,8 @@ def _check_around_resolution(cls: Any) -> None:
             if self.page_size is None:
                 # SGLang's own default is 1; landmarks need pages.
                 self.page_size = PAGE_SIZE
+            if is_lossless(self) and self.max_running_requests is None:
+                self.max_running_requests = MAX_REQUESTS
         original(self)
         if sparse:
             _check_resolved(self)

@@ -1,7 +1,6 @@
 """Lossless decoding: what stock SGLang would have returned, token by token or by distribution."""
 
 import asyncio
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from engines import (
-    SCHEDULE,
     flush,
     last_of,
     random_prompt,
@@ -20,12 +17,14 @@ from engines import (
     start_engine,
     start_request,
 )
-from frequencies import p_value, sampled_from
+from sampled_answers import SETTINGS, SampledAnswers
 
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.plugin.lossless.graphs import VerifyGraphs
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker
 from sparrow_sglang.plugin.refusals import UnsupportedError
+from sparrow_sglang.plugin.server_args import resolve_schedules
+from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 FP32 = 2e-4
 DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
@@ -218,6 +217,20 @@ def test_arguments_that_it_does_not_run_with_are_rejected(
         make_args(**DRAFTS | arguments)
 
 
+def test_defaults(make_args: Any) -> None:
+    args = make_args(sparrow_schedule=None, speculative_algorithm="sparrow")
+    view = resolved(args)
+    assert view.speculative_num_draft_tokens == 9
+    assert view.max_running_requests == 128
+    loaded, _ = resolve_schedules(args, read_model_config(args).hf_config)
+    assert loaded.active.name == "drafts"
+
+
+def test_it_needs_the_backend(make_args: Any) -> None:
+    with pytest.raises(ValueError, match="attention-backend"):
+        make_args(attention_backend="torch_native", sparrow_schedule=None, **DRAFTS)
+
+
 def test_windows_are_rejected(make_args: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="windows"):
         make_args(save_tiny_model(tmp_path, "gpt_oss"), **DRAFTS)
@@ -247,100 +260,18 @@ def test_ranks_agree(schedule_file: str, tmp_path: Path) -> None:
     assert 1 < answer["meta_info"]["spec_accept_length"] < 5
 
 
-# Sampled answers. The model has six tokens and a budget of four of its prompt's nine pages.
-WORDS = 6
-LENGTH = 3
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.7},
-    {"top_k": 3},
-    {"top_p": 0.8},
-    {"min_p": 0.25, "temperature": 0.7},
-)
-SAMPLES = 1200
-PROMPT = [token % WORDS for token in random_prompt(80, 140)]
-
-
 @pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(
-        tmp_path_factory.mktemp("small"),
-        spread=0.35,
-        vocab_size=WORDS,
-        hidden_size=48,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledAnswers:
+    return SampledAnswers(tmp_path_factory.mktemp("sampled"))
 
 
-@pytest.fixture(scope="module")
-def exact(small_model: str) -> list[dict[tuple[int, ...], float]]:
-    """Joint distribution of the first tokens of an answer under each setting, by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float64).eval()
-    contexts = list(itertools.product(range(WORDS), repeat=LENGTH - 1))
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*PROMPT, *context] for context in contexts])).logits
-    after = {
-        context[:length]: logits[row, len(PROMPT) - 1 + length].tolist()
-        for row, context in enumerate(contexts)
-        for length in range(LENGTH)
-    }
-    joint = []
-    for setting in SETTINGS:
-        probs = {context: sampled_from(row, **setting) for context, row in after.items()}
-        joint.append(
-            {
-                answer: float(np.prod([probs[answer[:i]][answer[i]] for i in range(LENGTH)]))
-                for answer in itertools.product(range(WORDS), repeat=LENGTH)
-            }
-        )
-    return joint
-
-
-def draw(model: str, schedule: str, settings: Any, **arguments: Any) -> list[list[tuple[int, ...]]]:
-    """SAMPLES answers under each of the settings, of one engine, in mixed batches."""
-    parameters = [
-        {"max_new_tokens": LENGTH} | setting for _ in range(SAMPLES) for setting in settings
-    ]
-    with start_engine(
-        model,
-        attention_backend="sparrow",
-        sparrow_schedule=schedule,
-        max_running_requests=64,
-        **arguments,
-    ) as engine:
-        engine.generate(input_ids=PROMPT, sampling_params=greedy(1))
-        answers = engine.generate(input_ids=[PROMPT] * len(parameters), sampling_params=parameters)
-    drawn = [tuple(tokens) for tokens in tokens_of(answers)]
-    return [drawn[start :: len(settings)] for start in range(len(settings))]
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A schedule under which drafts are poor."""
-    path = str(tmp_path_factory.mktemp("narrow") / "narrow.json")
-    fields = SCHEDULE.model_dump() | {"name": "narrow", "dense_layers": ()}
-    type(SCHEDULE)(**fields | {"budget_tokens": (4 * 16,)}).save(path)
-    return path
-
-
-def test_sampled_answers_have_the_dense_distribution(
-    small_model: str, narrow: str, exact: list[dict[tuple[int, ...], float]]
-) -> None:
-    drawn = draw(small_model, narrow, SETTINGS, **DRAFTS)
-    values = [p_value(answers, p) for answers, p in zip(drawn, exact, strict=True)]
+def test_sampled_answers_have_the_dense_distribution(sampled: SampledAnswers) -> None:
+    values = sampled.p_values(SETTINGS, **DRAFTS)
     assert min(values) > 1e-4, values
 
 
-def test_the_control_of_sparse_decode_has_another(
-    small_model: str, narrow: str, exact: list[dict[tuple[int, ...], float]]
-) -> None:
-    [drawn] = draw(small_model, narrow, SETTINGS[:1])
-    assert p_value(drawn, exact[0]) < 1e-12
+def test_the_control_of_sparse_decode_has_another(sampled: SampledAnswers) -> None:
+    assert sampled.p_values(SETTINGS[:1])[0] < 1e-12
 
 
 # What only graphs and streams on a GPU would show.

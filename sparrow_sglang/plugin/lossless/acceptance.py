@@ -46,6 +46,11 @@ class Outcome(NamedTuple):
     bonus: torch.Tensor
     rates: torch.Tensor
 
+    def forced(self, rate: float) -> "Outcome":
+        """As if each draft had been accepted with probability `rate`, for benchmarks."""
+        chance = torch.rand_like(self.rates)
+        return self._replace(accepted=(chance < rate).long().cumprod(1).sum(1))
+
     def output(self, drafts: torch.Tensor) -> torch.Tensor:
         """[B, k + 1]: accepted drafts, the bonus token, then tokens to ignore."""
         padded = torch.cat([drafts, drafts[:, :1]], dim=1)

@@ -11,7 +11,8 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
-from sparrow_sglang.plugin.refusals import LOSSLESS
+from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
+from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 
 DEFAULT_DRAFTS = 8
 
@@ -44,12 +45,24 @@ class SparseDrafts(CustomSpecAlgo):
         server_args.speculative_eagle_topk = 1
 
 
+def _require_backend(server_args: Any) -> None:
+    if not uses_sparrow(server_args):
+        raise ValueError(
+            f"speculative_algorithm={LOSSLESS!r}: expected with --attention-backend {BACKEND}"
+        )
+
+
 def register() -> None:
     """Make the algorithm known to SGLang, once in each process."""
     if get_spec(LOSSLESS) is not None:
         return
 
-    @SpeculativeAlgorithm.register(LOSSLESS, supports_overlap=True, spec_class=SparseDrafts)
+    @SpeculativeAlgorithm.register(
+        LOSSLESS,
+        supports_overlap=True,
+        validate_server_args=_require_backend,
+        spec_class=SparseDrafts,
+    )
     def worker(server_args: Any) -> type:
         from sparrow_sglang.plugin.lossless.worker import LosslessWorker
 

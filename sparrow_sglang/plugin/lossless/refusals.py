@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 LOSSLESS = "SPARROW"
 """Name of the algorithm in SGLang's --speculative-algorithm."""
+FORCED_ACCEPTANCE = "SPARROW_FORCED_ACCEPTANCE"
+"""Variable by which benchmarks of models with random weights set the share of drafts, 0 to 1, that
+a verification accepts. Answers are then wrong."""
 MAX_DRAFT_TOKENS = 33
+MAX_REQUESTS = 128
+"""Requests that run at once where --max-running-requests is not given, which is also the largest
+batch that SGLang captures then: a captured round has a row of logits for each token of each."""
 
 _ARGUMENTS = {
     "pp_size": (1, "drafts are not passed between pipeline stages"),

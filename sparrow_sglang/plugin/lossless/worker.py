@@ -7,6 +7,7 @@ Written for SGLang 0.5.23.
 """
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sparrow_sglang.plugin.lossless import acceptance
 from sparrow_sglang.plugin.lossless.algorithm import RoundState
 from sparrow_sglang.plugin.lossless.graphs import capture_drafts, verify_input
+from sparrow_sglang.plugin.lossless.metrics import DraftCounters
+from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
+from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -44,6 +48,12 @@ class LosslessWorker(BaseSpecWorker):
         self.speculative_num_steps = self.speculative_num_draft_tokens - 1
         self.topk = 1
         self._draft_graphs: Any = None
+        is_first = get_parallel().tp_rank == 0
+        self._counters = DraftCounters() if server_args.enable_metrics and is_first else None
+        forced = os.environ.get(FORCED_ACCEPTANCE)
+        self._forced = None if forced is None else float(forced)
+        if self._forced is not None and is_first:
+            announce(f"{FORCED_ACCEPTANCE}={forced}: ANSWERS ARE WRONG, for benchmarks only")
         self._positions = torch.arange(self.speculative_num_draft_tokens, device=self.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -51,6 +61,10 @@ class LosslessWorker(BaseSpecWorker):
         if name == "_target_worker":
             raise AttributeError(name)
         return getattr(self._target_worker, name)
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
+        if self._counters is not None:
+            self._counters.publish()
 
     def init_cuda_graphs(self) -> None:
         self._draft_graphs = capture_drafts(self.model_runner)
@@ -100,6 +114,10 @@ class LosslessWorker(BaseSpecWorker):
         logits_output = verified.logits_output
         logits = logits_output.next_token_logits.view(len(bonus), width, -1)
         outcome = acceptance.verify(drafts, logits, info)
+        if self._counters is not None:
+            self._counters.add(outcome)
+        if self._forced is not None:
+            outcome = outcome.forced(self._forced)
         accepted = self._of_first_rank(outcome.accepted)
         outcome = outcome._replace(accepted=accepted, bonus=self._of_first_rank(outcome.bonus))
         output = outcome.output(drafted).reshape(-1)

@@ -1,0 +1,97 @@
+"""Lossless decoding on a GPU: kernels, CUDA graphs and streams of a round."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import random_prompt, save_tiny_model, start_engine
+from sampled_answers import SETTINGS, SampledAnswers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
+# Twice the log-prob noise of bf16 between two implementations of the same dense model.
+ROUNDING = 0.25
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledAnswers:
+    return SampledAnswers(tmp_path_factory.mktemp("sampled"), "bfloat16")
+
+
+def test_sampled_answers_have_the_dense_distribution(sampled: SampledAnswers) -> None:
+    values = sampled.p_values(SETTINGS, **DRAFTS)
+    assert min(values) > 1e-4, values
+
+
+def test_the_control_of_sparse_decode_has_another(sampled: SampledAnswers) -> None:
+    assert sampled.p_values(SETTINGS[:1])[0] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dense", "graphs"),
+    [("fa3", True), ("fa3", False), ("flashinfer", True), ("triton", True)],
+)
+def test_greedy_tokens_lead_densely(dense: str, graphs: bool, tmp_path: Path) -> None:
+    """Each token of an answer is the best one after those before it, up to rounding, and its
+    log-prob is that of a dense prefill; batches of one to five, of which some have no graph."""
+    model = save_tiny_model(
+        tmp_path,
+        spread=0.1,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+    )
+    prompts = [random_prompt(seed, length) for seed, length in enumerate((300, 40, 129, 700, 15))]
+    common: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "chunked_prefill_size": 256,
+        "page_size": 16,
+        "disable_prefill_cuda_graph": True,
+        "max_running_requests": 8,
+        "max_total_tokens": 32768,
+    }
+    greedy = {"temperature": 0, "max_new_tokens": 100}
+    with start_engine(
+        model,
+        attention_backend="sparrow",
+        sparrow_schedule="fixed-64",
+        sparrow_dense_backend=dense,
+        disable_cuda_graph=not graphs,
+        **({"cuda_graph_bs_decode": [1, 2, 4]} if graphs else {}),
+        **DRAFTS,
+        **common,
+    ) as engine:
+        asked = [*prompts[:1], *prompts]
+        answers = [
+            answer
+            for batch in (prompts[:1], prompts)
+            for answer in engine.generate(
+                input_ids=batch, sampling_params=greedy, return_logprob=True
+            )
+        ]
+        scored = engine.generate(
+            input_ids=[
+                prompt + answer["output_ids"] for prompt, answer in zip(asked, answers, strict=True)
+            ],
+            sampling_params={"max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=1,
+        )
+    for prompt, answer, score in zip(asked, answers, scored, strict=True):
+        about, dense_about = answer["meta_info"], score["meta_info"]
+        rows = dense_about["input_token_logprobs"][len(prompt) :]
+        best = dense_about["input_top_logprobs"][len(prompt) :]
+        assert len(rows) == 100
+        for (returned, *_), (logprob, *_), [(top, *_)] in zip(
+            about["output_token_logprobs"], rows, best, strict=True
+        ):
+            assert abs(returned - logprob) < ROUNDING
+            assert top - logprob < ROUNDING
+        assert 1 <= about["spec_accept_length"] <= 5
