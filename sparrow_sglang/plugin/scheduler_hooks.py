@@ -216,9 +216,7 @@ def reserve_decode_buffers(
     shape = DecodeShape.of_model(
         schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype
     )
-    needed = buffer_bytes(
-        shape, rows, num_layers_of(hf_config), torch.device("cuda", kvc.gpu_id)
-    )
+    needed = buffer_bytes(shape, rows, num_layers_of(hf_config), torch.device("cuda", kvc.gpu_id))
     if is_lossless(server_args):
         # Logits of a round, and as much twice while its probabilities are computed, in fp32.
         tokens = rows * server_args.speculative_num_draft_tokens

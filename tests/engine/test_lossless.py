@@ -23,7 +23,7 @@ from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.plugin.lossless.graphs import VerifyGraphs
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker
 from sparrow_sglang.plugin.refusals import UnsupportedError
-from sparrow_sglang.plugin.server_args import resolve_schedules
+from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 FP32 = 2e-4
@@ -222,8 +222,8 @@ def test_defaults(make_args: Any) -> None:
     view = resolved(args)
     assert view.speculative_num_draft_tokens == 9
     assert view.max_running_requests == 128
-    loaded, _ = resolve_schedules(args, read_model_config(args).hf_config)
-    assert loaded.active.name == "drafts"
+    schedule, _ = resolve_schedule(args, read_model_config(args).hf_config)
+    assert schedule.name == "drafts"
 
 
 def test_it_needs_the_backend(make_args: Any) -> None:

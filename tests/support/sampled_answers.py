@@ -15,7 +15,7 @@ from frequencies import p_value, sampled_from
 
 WORDS = 6
 LENGTH = 3
-SAMPLES = 1200
+SAMPLES = 800
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.7},
