@@ -136,9 +136,7 @@ class StepCase:
         others[torch.cat(self.pool.slots)] = False
         others = others.to(self.pool.k.device)
         for buffer in (self.pool.k, self.pool.v):
-            poisoned = buffer.float().masked_fill(
-                others.to(buffer.device)[:, None, None], torch.nan
-            )
+            poisoned = buffer.float().masked_fill(others, torch.nan)
             buffer.copy_(poisoned.to(buffer.dtype))
         return self
 
