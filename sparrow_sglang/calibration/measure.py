@@ -87,7 +87,7 @@ class MeasuringEngine(ExitStack):
 def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
     """An engine with sparse decode that takes token ids; `CalibrationError` if it does not start.
 
-    Without a GPU it has room for two sequences of full length.
+    Without a GPU it has room for four sequences of full length.
     """
     import sglang
     import torch
@@ -103,7 +103,7 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
     if dtype := engine_dtype(engine_args):
         defaults["dtype"] = dtype
     if not torch.cuda.is_available():
-        defaults["max_total_tokens"] = 2 * int(engine_args.get("context_length", 4096))
+        defaults["max_total_tokens"] = 4 * int(engine_args.get("context_length", 4096))
     keep_warnings()
     try:
         engine = sglang.Engine(model_path=model_path, **(defaults | engine_args))
