@@ -72,10 +72,9 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     words, failed = None, False
     try:
         words = with_defaults(argv)
-    except InputError as error:
+    except ModelError as error:
         # The demo model, which was not requested, may be missing.
-        optional = isinstance(error.__cause__, ModelError) and not argv
-        model = Check("note" if optional else "FAIL", "model", str(error))
+        model = Check("FAIL" if argv else "note", "model", str(error))
     for check in _without_sglang(words):
         failed |= check.status == "FAIL"
         yield check

@@ -21,7 +21,6 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import cut, read_object
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
-    ModelError,
     hub_config,
     missing_weights,
     model_folder,
@@ -152,7 +151,8 @@ def print_all_flags() -> None:
 def with_defaults(argv: Sequence[str]) -> list[str]:
     """`argv` with our defaults in front, where the user's flags override them.
 
-    The name of an embedded model is replaced by its folder; the model is converted if necessary.
+    The folder of an embedded model, which is converted if necessary, goes to the end. Raises
+    `ModelError` if it cannot be.
     """
     # SGLang knows the two words only, and would ignore the file silently.
     given = [
@@ -162,27 +162,13 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     ]
     if given and not given[0].startswith("-"):
         given.insert(0, _MODEL_FLAGS[0])
-    if _value(given, *_MODEL_FLAGS) is None and "--config" not in given:
-        given = [_MODEL_FLAGS[0], EMBEDDED_MODEL_NAME, *given]
-    words = [_resolve_name(given, i) for i in range(len(given))]
+    model = _value(given, *_MODEL_FLAGS) or (None if "--config" in given else EMBEDDED_MODEL_NAME)
     defaults = ["--attention-backend", BACKEND, "--log-level", "warning"]
-    names = [
-        word.rpartition("=")[2] for word, path in zip(given, words, strict=True) if word != path
-    ]
-    if names:
-        # Let clients request the model by its name and not by a path in somebody's cache.
-        defaults += ["--served-model-name", names[-1]]
-    return defaults + words
-
-
-def _resolve_name(argv: Sequence[str], i: int) -> str:
-    flag, equals, value = argv[i].partition("=")
-    try:
-        if flag in _MODEL_FLAGS and equals:
-            return f"{flag}={model_folder(value)}"
-        return model_folder(argv[i]) if i and argv[i - 1] in _MODEL_FLAGS else argv[i]
-    except ModelError as error:
-        raise InputError(str(error)) from error
+    folder = model and model_folder(model)
+    if folder is None or folder == model:
+        return defaults + given
+    # Clients request the model by its name and not by a path in somebody's cache.
+    return [*defaults, "--served-model-name", str(model), *given, _MODEL_FLAGS[0], folder]
 
 
 def check_flags(words: Sequence[str]) -> None:

