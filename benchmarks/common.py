@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.command_line import OneLineParser, exit_on_sigterm
+from sparrow_sglang.command_line import OneLineParser, count, exit_on_sigterm
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder, path_problem
+from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 MODELS = Path(__file__).parent / "models"
@@ -29,14 +30,18 @@ ENGINE_MEMORY_GB = 40.0
 
 @dataclass(frozen=True)
 class Side:
-    """An attention backend of SGLang; `schedule` is None for a dense one."""
+    """An attention backend of SGLang; `schedule` is None for a dense one.
+
+    With `drafts`, lossless decoding of so many a round.
+    """
 
     backend: str
     schedule: str | None
+    drafts: int | None = None
 
     @property
     def name(self) -> str:
-        return "sparse" if self.schedule else "dense"
+        return "lossless" if self.drafts else "sparse" if self.schedule else "dense"
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,30 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Add `--drafts`, one number or several, and `--acceptance-rate`."""
+    parser.add_argument(
+        "--drafts",
+        type=count,
+        nargs="+" if several else None,
+        default=[None] if several else None,
+        metavar="K",
+        help="measure lossless decoding with K drafts a round",
+    )
+    parser.add_argument(
+        "--acceptance-rate",
+        type=float,
+        default=0.96,
+        help="chance that a draft is accepted, which random weights do not give (default:"
+        " %(default)s)",
+    )
+
+
+def tokens_per_round(drafts: int, acceptance_rate: float) -> float:
+    """Mean tokens of a round, the bonus token included."""
+    return sum(acceptance_rate**accepted for accepted in range(drafts + 1))
+
+
 def known_models() -> list[str]:
     """Names of the shapes in `MODELS`."""
     return sorted(folder.name for folder in MODELS.iterdir())
@@ -127,7 +156,9 @@ def comparison(options: argparse.Namespace) -> Comparison:
     config = _read_config(path)
     if options.schedule is not None:
         load_schedule(options.schedule, PAGE_SIZE).for_model(config)
-    schedule = options.schedule or schedule_for_model(config, PAGE_SIZE).name
+    schedule = options.schedule or (
+        DRAFTS if options.drafts else schedule_for_model(config, PAGE_SIZE).name
+    )
     dense = options.dense_backend
     if dense == BACKEND:
         raise ValueError(
@@ -142,12 +173,16 @@ def comparison(options: argparse.Namespace) -> Comparison:
         path=path,
         has_weights=options.model_path is not None,
         config=text_config(config),
-        sides=(Side(BACKEND, schedule), Side(dense, None)),
+        sides=(Side(BACKEND, schedule, options.drafts), Side(dense, None)),
     )
 
 
 def engine_settings(
-    model: Path | str, has_weights: bool, backend: str, schedule: str | None
+    model: Path | str,
+    has_weights: bool,
+    backend: str,
+    schedule: str | None,
+    drafts: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine` in all benchmarks; `schedule` is None for a dense backend."""
     settings: dict[str, Any] = {
@@ -160,6 +195,11 @@ def engine_settings(
         "log_level": "error",
     }
     settings |= {} if backend == STOCK else {"attention_backend": backend}
+    if drafts:
+        settings |= {
+            "speculative_algorithm": LOSSLESS,
+            "speculative_num_draft_tokens": drafts + 1,
+        }
     return settings | ({"sparrow_schedule": schedule} if schedule else {})
 
 

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, median
 from typing import Any
@@ -21,6 +22,7 @@ from sparrow_sglang.benchmarks.common import (
     STOCK,
     Comparison,
     Side,
+    add_draft_options,
     add_engine_arguments,
     add_model_options,
     add_row,
@@ -36,6 +38,8 @@ from sparrow_sglang.benchmarks.common import (
 )
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
+from sparrow_sglang.environment import exported
+from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE
 
@@ -59,6 +63,7 @@ all before it and a message as its prompt. Weights are random (nothing is downlo
 EXAMPLES = """\
   sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
   sparrow bench rollout --sequences 128 --mean-tokens 10000 --out rollout.json
+  sparrow bench rollout --drafts 8            lossless decoding
   sparrow bench rollout --turns 8             conversations of eight turns
   sparrow bench rollout --model qwen3-8b --sequences 32
 """
@@ -277,7 +282,9 @@ def engine_defaults(
     compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine` for one side: SGLang's defaults except sizes and the backend."""
-    arguments = engine_settings(compared.path, compared.has_weights, side.backend, side.schedule)
+    arguments = engine_settings(
+        compared.path, compared.has_weights, side.backend, side.schedule, side.drafts
+    )
     # Each part of a stream has only the tokens since the last part.
     arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
     if on_gpu:
@@ -298,12 +305,16 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> N
     vocab_size = compared.config["vocab_size"]
     requests = make_requests(request_lengths(options), options, vocab_size, options.seed)
     defaults = engine_defaults(compared, side, requests, torch.cuda.is_available())
-    with sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
+    forced: AbstractContextManager[None] = nullcontext()
+    if side.drafts and not compared.has_weights:
+        forced = exported(FORCED_ACCEPTANCE, str(options.acceptance_rate))
+    with forced, sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
         served = backend_of(engine) if side.backend == STOCK else side.backend
         warm_up = [max(32, options.turns)] * GROUP
         replay(engine, make_requests(warm_up, options, vocab_size, options.seed + 1))
         measured = replay(engine, requests)
     row = {"model": compared.model, "backend": served, "schedule": side.schedule} | measured
+    row |= {"drafts": side.drafts} if side.drafts else {}
     add_row(options.out, row)
     print(f"{compared.model} {side.name} ({side.schedule or served}): {summary(row)}", flush=True)
 
@@ -368,6 +379,7 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens between two turns (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="seed of prompts and order (default: %(default)s)")
+    add_draft_options(parser, several=False)
     add_engine_arguments(parser)
     return parser
 

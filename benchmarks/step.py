@@ -16,12 +16,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
     STOCK,
+    add_draft_options,
     add_engine_arguments,
     add_row,
     backend_of,
@@ -33,12 +35,15 @@ from sparrow_sglang.benchmarks.common import (
     known_models,
     read_result,
     require_cuda,
+    tokens_per_round,
 )
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
+from sparrow_sglang.environment import exported
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
+from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
@@ -61,6 +66,7 @@ EXAMPLES = """\
   sparrow bench step --models qwen3-30b-a3b --tp 2 --ep 2 --schedules fixed-1024
   sparrow bench step --engine-args '{"kv_cache_dtype": "fp8_e4m3"}'
   sparrow bench step --engine-args '{"quantization": "fp8"}'
+  sparrow bench step --schedules drafts --drafts 8 12      lossless decoding
   sparrow bench step --cases fill:1024-32768:900000        sequences of mixed length in a full pool
 """
 CASES = """\
@@ -189,8 +195,8 @@ def require_one_batch(latencies: Sequence[float], seconds: float) -> None:
 def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of a decode step at about `lengths` cached tokens, and seconds of a prefill.
 
-    Both are medians of `repeats`; the first prefill, in which kernels may be compiled, is recorded
-    as `first_prefill_s` and does not count.
+    With lossless decoding a step is a round. Both are medians of `repeats`; the first prefill, in
+    which kernels may be compiled, is recorded as `first_prefill_s` and does not count.
     """
     draw = random.Random(1)
     prompts = [
@@ -198,7 +204,8 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
         for length in lengths
     ]
 
-    def generate(new_tokens: int) -> float:
+    def generate(new_tokens: int) -> tuple[float, int]:
+        """Seconds, and decode steps or rounds."""
         start = time.perf_counter()
         answers = engine.generate(
             input_ids=prompts,
@@ -207,16 +214,20 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
         seconds = time.perf_counter() - start
         if new_tokens == LONG:
             require_one_batch([answer["meta_info"]["e2e_latency"] for answer in answers], seconds)
-        return seconds
+        return seconds, answers[0]["meta_info"].get("spec_verify_ct", new_tokens)
 
     def prefill() -> float:
         connect(engine).flush_cache(60.0)
-        return generate(1)
+        return generate(1)[0]
+
+    def step_ms() -> float:
+        (longer, many), (shorter, few) = generate(LONG), generate(SHORT)
+        return (longer - shorter) / (many - few) * 1e3
 
     first_prefill_s = prefill()
     prefills_s = [prefill() for _ in range(repeats)]
     generate(SHORT)
-    steps_ms = [(generate(LONG) - generate(SHORT)) / (LONG - SHORT) * 1e3 for _ in range(repeats)]
+    steps_ms = [step_ms() for _ in range(repeats)]
     connect(engine).flush_cache(60.0)
     return {
         "batch": len(lengths),
@@ -230,14 +241,18 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
 
 
 def engine_defaults(
-    options: argparse.Namespace, model: str, backend: str, schedule: str | None
+    options: argparse.Namespace,
+    model: str,
+    backend: str,
+    schedule: str | None,
+    drafts: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`, the same for all backends but for the backend."""
     batches = [batch_lengths(case) for case in options.cases]
     batch_sizes = sorted({len(lengths) for lengths in batches})
     # SGLang does not use the last positions of a context for requests.
     context = max(CONTEXT, *(max(lengths) + SHORT for lengths in batches))
-    arguments = engine_settings(MODELS / model, False, backend, schedule)
+    arguments = engine_settings(MODELS / model, False, backend, schedule, drafts)
     arguments |= {
         "context_length": context,
         "mem_fraction_static": options.memory_fraction,
@@ -256,7 +271,11 @@ def engine_defaults(
 
 
 def measure(
-    options: argparse.Namespace, model: str, backend: str, schedule_name: str | None
+    options: argparse.Namespace,
+    model: str,
+    backend: str,
+    schedule_name: str | None,
+    drafts: int | None,
 ) -> None:
     """Add a row to `--out` for each case of one model and backend."""
     import sglang
@@ -269,8 +288,10 @@ def measure(
     if schedule_name:
         schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
     given = engine_arguments(options.engine_args)
-    defaults = engine_defaults(options, model, backend, schedule_name)
-    with sglang.Engine(**defaults | given) as engine:
+    defaults = engine_defaults(options, model, backend, schedule_name, drafts)
+    # A round takes as long whatever it accepts, and is timed where it accepts everything.
+    forced = exported(FORCED_ACCEPTANCE, "1") if drafts else nullcontext()
+    with forced, sglang.Engine(**defaults | given) as engine:
         served = backend_of(engine) if backend == STOCK else backend
         pool = engine.get_server_info()["max_total_num_tokens"]
         for case in options.cases:
@@ -295,6 +316,15 @@ def measure(
                 "pool_tokens": pool,
             }
             row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
+            if drafts:
+                tokens = tokens_per_round(drafts, options.acceptance_rate)
+                row |= {
+                    "drafts": drafts,
+                    "acceptance_rate": options.acceptance_rate,
+                    "tokens_per_round": tokens,
+                    "round_ms": row["step_ms"],
+                    "step_ms": row["step_ms"] / tokens,
+                }
             row |= {
                 "same_experts": same_experts,
                 "bytes": bytes_read,
@@ -303,20 +333,29 @@ def measure(
                 "tokens_per_s": len(lengths) / row["step_ms"] * 1e3,
             }
             add_row(options.out, row)
+            took = f"step {row['step_ms']:.2f} ms (floor {row['floor_ms']:.2f})"
+            if drafts:
+                took = (
+                    f"round of {drafts} drafts {row['round_ms']:.2f} ms, {row['step_ms']:.2f} ms a"
+                    f" token at {row['tokens_per_round']:.1f} tokens a round"
+                )
             print(
-                f"{model} {served} {schedule_name or ''} {case}: step {row['step_ms']:.2f} ms"
-                f" (floor {row['floor_ms']:.2f}), prefill {row['prefill_s']:.3f} s",
+                f"{model} {served} {schedule_name or ''} {case}: {took}, prefill"
+                f" {row['prefill_s']:.3f} s",
                 flush=True,
             )
 
 
-def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str | None]]:
-    """Model, backend and schedule of each engine; dense backends have no schedule."""
+def engines(
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, str, str | None, int | None]]:
+    """Model, backend, schedule and drafts of each engine; dense backends have no schedule."""
     for model in options.models.split(","):
         for backend in options.backends.split(","):
             names = options.schedules if backend == BACKEND else [None]
             for name in names:
-                yield model, backend, name and name.replace("{model}", model)
+                for drafts in options.drafts if name else [None]:
+                    yield model, backend, name and name.replace("{model}", model), drafts
 
 
 def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -337,7 +376,7 @@ def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         dense = min(same, key=lambda row: row["step_ms"])
         prefill = min(same, key=lambda row: row["prefill_s"])
         compared.append(
-            {key: sparse[key] for key in ("model", "case", "schedule", "floor_ms")}
+            {key: sparse.get(key) for key in ("model", "case", "schedule", "drafts", "floor_ms")}
             | {
                 "dense": dense["backend"],
                 "dense_ms": dense["step_ms"],
@@ -389,6 +428,7 @@ def _parser() -> argparse.ArgumentParser:
         default=3,
         help="measurements per time, of which the median counts (default: %(default)s)",
     )
+    add_draft_options(parser, several=True)
     add(
         "--memory-fraction",
         type=float,
@@ -431,8 +471,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_cuda(parser, largest_gb, "the largest case", options.tp)
     begin(parser, options)
     failed = False
-    for model, backend, schedule in engines(options):
-        if not in_fresh_process(measure, options, model, backend, schedule):
+    for model, backend, schedule, drafts in engines(options):
+        if not in_fresh_process(measure, options, model, backend, schedule, drafts):
             print(f"{model} {backend} {schedule or ''}: failed, left out", file=sys.stderr)
             failed = True
     result = read_result(options.out)

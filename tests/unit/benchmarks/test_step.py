@@ -10,7 +10,7 @@ import torch
 from command_lines import refusal
 
 from sparrow_sglang.benchmarks import step
-from sparrow_sglang.benchmarks.common import add_row, known_models
+from sparrow_sglang.benchmarks.common import add_row, known_models, tokens_per_round
 from sparrow_sglang.benchmarks.step import (
     batch_lengths,
     compare,
@@ -177,6 +177,25 @@ def test_a_step_is_timed_without_prefill_and_prefill_with_an_empty_cache(
     assert (measured["batch"], measured["cached_tokens"]) == (2, 1500)
 
 
+def test_rounds_are_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    generate = engine.generate
+
+    def in_rounds(input_ids: Any, sampling_params: dict[str, Any]) -> list[Any]:
+        answers = generate(input_ids, sampling_params)
+        for answer in answers:
+            answer["meta_info"]["spec_verify_ct"] = sampling_params["max_new_tokens"] // 8
+        return answers
+
+    monkeypatch.setattr(engine, "generate", in_rounds)
+    assert time_steps(engine, [1000], 50_000, repeats=1)["step_ms"] == 8 * 2000
+
+
+def test_tokens_of_a_round_follow_from_the_acceptance_rate() -> None:
+    assert tokens_per_round(4, 1.0) == 5
+    assert tokens_per_round(8, 0.9) == pytest.approx((1 - 0.9**9) / (1 - 0.9))
+
+
 def test_sparse_rows_are_compared_with_the_fastest_dense_row_of_model_and_case() -> None:
     rows = [
         row("flashinfer", 9.0, prefill_s=3.0),
@@ -198,7 +217,14 @@ def test_what_is_measured_before_an_engine_fails_is_kept(
 ) -> None:
     started = []
 
-    def run(function: Any, options: Any, model: str, backend: str, schedule: str | None) -> bool:
+    def run(
+        function: Any,
+        options: Any,
+        model: str,
+        backend: str,
+        schedule: str | None,
+        drafts: int | None,
+    ) -> bool:
         started.append((model, backend, schedule))
         for case in options.cases[: 1 if schedule == "fixed-512" else None]:
             step_ms = 2.0 if schedule else 8.0
