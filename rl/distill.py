@@ -251,7 +251,7 @@ class SparseAdapter:
             for parameter, saved in zip(self._params, state["params"], strict=True):
                 parameter.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
-        self.scale, self.gains = state["scale"], state["gains"]
+        self.scale, self.gains = state["scale"], state.get("gains", [])
 
     def _merged_rows(
         self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float

@@ -227,18 +227,18 @@ class DensePolicy:
         """What `acceptance` gives with each of `actors` as `adapted`; one dense pass serves all."""
         self.model.eval()
         rates = torch.zeros(len(actors), sum(len(response) for _, response in sequences))
+        packs = list(self.micro_batches(sequences))
+        # On the CPU: the head's input of all responses, so that each actor is entered once.
+        targets = [self.gathered(partial(self.hidden, packed)).cpu() for packed in packs]
 
-        def measure(packed: Packed) -> None:
-            rule = SparseRule(schedule, packed.prompt_lengths)
-            dense = self.hidden(packed)
-            for row, adapted in zip(rates, actors, strict=True):
-                with adapted():
-                    sparse = self.hidden(packed, rule)
-                alpha = acceptance_between(sparse, dense, self.head, temperature)
-                row[packed.where.cpu()] = alpha.cpu()
+        def measure(packed: Packed, dense: torch.Tensor) -> torch.Tensor:
+            sparse = self.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
+            return acceptance_between(sparse, dense.to(sparse.device), self.head, temperature)
 
-        for packed in self.micro_batches(sequences):
-            self.gathered(partial(measure, packed))
+        for row, adapted in zip(rates, actors, strict=True):
+            with adapted():
+                for packed, dense in zip(packs, targets, strict=True):
+                    row[packed.where.cpu()] = self.gathered(partial(measure, packed, dense)).cpu()
         self.ranks.add(rates)
         counts = [len(response) for _, response in sequences]
         return [[part.double().numpy() for part in row.split(counts)] for row in rates]
@@ -303,15 +303,16 @@ class DensePolicy:
                 parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The fp32 weights and the optimizer's moments and step counts, by name: copies on the CPU,
-        for `torch.distributed.checkpoint`. With several ranks each gives its own rows."""
+        """The fp32 weights and the optimizer's moments and step counts, by name, for
+        `torch.distributed.checkpoint`; they share their memory. With several ranks each gives its
+        own rows."""
         state = {}
         for (name, parameter), master, moments in zip(
             self._named, self._masters, self.optimizer.moments(), strict=True
         ):
-            state[f"{name}.step"] = moments.pop("step").cpu()
+            state[f"{name}.step"] = moments.pop("step")
             for kind, rows in {"master": master.detach(), **moments}.items():
-                state[f"{name}.{kind}"] = as_dtensor_like(rows.to("cpu", copy=True), parameter)
+                state[f"{name}.{kind}"] = as_dtensor_like(rows, parameter)
         return state
 
     @torch.no_grad()

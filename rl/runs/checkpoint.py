@@ -9,6 +9,7 @@ schedule, metrics of the last step). It is written under another name, flushed t
 renamed. `best.json` beside them says which one had the best evaluation.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -39,6 +40,8 @@ _BEST = "best.json"
 _CARRIED = "carried.pt"
 _RANDOM = "random.pt"
 _STATE = "state.json"
+_FORMAT = 1
+"""Raised where an earlier version could not read a checkpoint any more."""
 # Sections and single keys that may differ between a checkpoint and the run that resumes it: neither
 # the content of the checkpoint nor the order of the data depends on them.
 _FREE = (
@@ -127,7 +130,13 @@ class Checkpoints:
     def best(self) -> dict[str, Any]:
         """`step` and `pass_rate` of the best evaluation so far; empty before the first."""
         path = self._folder / _BEST
-        return json.loads(path.read_text("utf-8")) if path.exists() else {}
+        try:
+            best: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        except ValueError:
+            raise InputError(
+                f"{path} is damaged: delete it, and the next evaluation counts as the best"
+            ) from None
+        return best
 
     def set_best(self, step: int, pass_rate: float) -> None:
         """Keep the checkpoint of `step`, if there is one, until another is better."""
@@ -179,7 +188,7 @@ class Checkpoints:
             torch.save(random_states, draft / _RANDOM)
             if state.carried:
                 torch.save(state.carried, draft / _CARRIED)
-            fields = vars(state) | {"config": config.model_dump(mode="json")}
+            fields = vars(state) | {"format": _FORMAT, "config": config.model_dump(mode="json")}
             del fields["carried"]
             write_json(draft / _STATE, fields)
             _follow_umask(draft)
@@ -193,7 +202,8 @@ class Checkpoints:
         """Restore weights, optimizers and the random states as they were saved."""
         with _readable(folder):
             fields = json.loads((folder / _STATE).read_text("utf-8"))
-            del fields["config"]
+            known = {field.name for field in dataclasses.fields(State)}
+            fields = {name: value for name, value in fields.items() if name in known}
             # `weights_only=False`, as these include pickled Python objects; the files were written
             # by `save`.
             python, numpy, own = torch.load(folder / _RANDOM, weights_only=False)
@@ -306,7 +316,11 @@ def _readable(folder: Path) -> Iterator[None]:
 def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
     with _readable(folder):
         state = json.loads((folder / _STATE).read_text("utf-8"))
-        saved, trained_on = state["config"], state["prompts"]
+        made_by, saved, trained_on = state.get("format", 0), state["config"], state["prompts"]
+    if made_by > _FORMAT:
+        raise InputError(
+            f"{folder} was made by a later version of sparrow-sglang: upgrade to go on from it"
+        )
     whole, chosen = config.model_dump(mode="json"), config.model_dump(exclude_defaults=True)
     for key, before, now in _differences(saved, whole, chosen):
         if key not in _FREE and key.split(".")[0] not in _FREE:
@@ -326,8 +340,9 @@ def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], chosen: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Settings that differ. One that `before` lacks is newer than the run, which had its default,
-    so it differs only where it is among those of `now` that are `chosen`: not left at theirs."""
-    for key in {**before, **chosen}:
+    so it differs only where it is among those of `now` that are `chosen`: not left at theirs. One
+    that `now` lacks exists no more."""
+    for key in {**before, **chosen}.keys() & now.keys():
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _differences(old, new, chosen.get(key, {}), f"{prefix}{key}.")

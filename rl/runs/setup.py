@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
 from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.run_folder import RUN_FILE, read_starts
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
@@ -101,7 +103,9 @@ def prepare(config: TrainConfig) -> Setup:
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
     schedule = _schedule(config, model_config)
-    task = load_task(config.task, ChatRender(tokenizer, **config.task.chat_template_kwargs))
+    # A template that prints the date gives a resumed run the prompts of its first day.
+    variables = {"strftime_now": _first_day(config).strftime} | config.task.chat_template_kwargs
+    task = load_task(config.task, ChatRender(tokenizer, **variables))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
     sets = (sets or {"": ()}) if config.evaluation.every_steps else {}
     train = _short_enough("training", task.train, config)
@@ -176,6 +180,13 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
                 " variable"
             )
     return tokenizer, model_config
+
+
+def _first_day(config: TrainConfig) -> datetime:
+    """When the run began that is to be resumed; now without a checkpoint to resume from."""
+    resumable = any((config.run_dir / "checkpoints").glob("step-*"))
+    starts = read_starts(config.run_dir / RUN_FILE) if resumable else []
+    return datetime.fromisoformat(starts[0]["date"]).astimezone() if starts else datetime.now()
 
 
 def _unusable(config: TrainConfig, model_path: str, error: Exception) -> InputError:

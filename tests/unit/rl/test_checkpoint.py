@@ -55,7 +55,7 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, monkeypatc
     """The last case is as on a GPU, where weights in fp32 are multiplied in bf16."""
     served = getattr(torch, computed)
     monkeypatch.setattr(DensePolicy, "compute_dtype", served)
-    checkpoints, state = Checkpoints(tmp_path, keep=2), State(1, "s", {"a": 0.5})
+    checkpoints, state = Checkpoints(tmp_path, keep=2), State(1, {"a": 0.5})
     first = policy(tiny_llama, dtype)
     take_step(first)
     exact = {name: weight.clone() for name, weight in first.named_weights()}
@@ -93,7 +93,7 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, monkeypatc
 def test_settings_and_data_that_the_run_depends_on_must_not_change(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     now = config(tmp_path)
-    state = State(2, "s", {}, prompts="abc")
+    state = State(2, prompts="abc")
     folder = checkpoints.save(learner(policy(tiny_llama, "float32")), Tokenizer(), now, state)
     assert checkpoints.begin(now, True, "abc") == folder
     with pytest.raises(InputError, match="training prompts of task 'story' are not those"):
@@ -119,7 +119,7 @@ def test_settings_and_data_that_the_run_depends_on_must_not_change(tiny_llama, t
 def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, content, reason):
     checkpoints, now = Checkpoints(tmp_path, keep=1), config(tmp_path)
     trained = policy(tiny_llama, "float32")
-    folder = checkpoints.save(learner(trained), Tokenizer(), now, State(2, "s", {}))
+    folder = checkpoints.save(learner(trained), Tokenizer(), now, State(2))
     if content is None:
         (folder / file).unlink()
     else:
@@ -180,7 +180,7 @@ def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     trained = policy(tiny_llama, "float32")
     for step in (8, 9, 10):
-        checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(step, "s", {}))
+        checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(step))
     names = [f"step-{step:06d}" for step in (9, 10)]
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -188,9 +188,19 @@ def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         with pytest.raises(OSError, match=r"step-000011 cannot be written \(.*MiB are free there"):
-            checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(11, "s", {}))
+            checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(11))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoints.begin(config(tmp_path), resume=True, prompts="") == folder / "step-000010"
     assert sorted(path.name for path in folder.iterdir()) == names
     checkpoints.restore(folder / "step-000010", learner(copy.copy(trained)))
+
+
+def test_a_damaged_note_of_the_best_evaluation_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.set_best(3, 0.5)
+    assert checkpoints.best() == {"step": 3, "pass_rate": 0.5}
+    path = tmp_path / "checkpoints" / "best.json"
+    path.write_text(path.read_text()[:9])
+    with pytest.raises(InputError, match="best.json is damaged"):
+        checkpoints.best()

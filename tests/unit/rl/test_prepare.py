@@ -1,7 +1,10 @@
 """What a run checks and chooses before anything starts."""
 
 import json
+import shutil
 from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 from engines import RULED
@@ -231,5 +234,34 @@ def test_a_check_says_what_the_run_would_say_of_its_folder(story, tmp_path, caps
     changed = "--set=rollout.temperature=0.5"
     assert main(["train", "--check", str(story), "--resume", changed]) == 2
     assert "was trained with None" in capsys.readouterr().err
+    (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
+    assert main(["train", "--check", str(story), "--resume"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "later version" in line and "delete" not in line
     # The draft stays, as a run may still be writing it.
     assert draft.exists()
+
+
+def with_template(byte_model: str, folder: Path, template: str) -> TrainConfig:
+    shutil.copytree(byte_model, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    return settings(str(folder / "model"), folder / "run", "dense")
+
+
+def test_a_resumed_run_has_the_prompts_of_its_first_day(tmp_path, byte_model):
+    config = with_template(
+        byte_model, tmp_path, "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"
+    )
+
+    def first_prompt() -> str:
+        setup = prepare(config)
+        return setup.tokenizer.decode(setup.train[0].input_ids)
+
+    assert first_prompt().startswith(datetime.now().strftime("%d %b %Y"))
+    (config.run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
+    starts = [
+        {"date": f"{year}-02-03T12:00:00+00:00", "step": year, "config": {}}
+        for year in (2001, 2002)
+    ]
+    (config.run_dir / "run.json").write_text(json.dumps({"starts": starts}))
+    assert first_prompt().startswith("03 Feb 2001")
