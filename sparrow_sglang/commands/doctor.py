@@ -30,6 +30,11 @@ from sparrow_sglang.models import ModelError
 from sparrow_sglang.noise import VARIABLE as NOISE_VARIABLE
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import GPUS
+from sparrow_sglang.plugin.lossless.refusals import (
+    FORCED_ACCEPTANCE,
+    describe_lossless,
+    is_lossless,
+)
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
@@ -55,8 +60,12 @@ VARIABLES = (
     "SPARROW_CACHE",
 )
 # The other ones are set by this package itself, or by its developers.
-_KNOWN = (*VARIABLES, SOURCE_VARIABLE, "SPARROW_COMMIT", "SPARROW_RECORD", NOISE_VARIABLE)
+_KNOWN = (
+    *VARIABLES,
+    *(SOURCE_VARIABLE, "SPARROW_COMMIT", "SPARROW_RECORD", NOISE_VARIABLE, FORCED_ACCEPTANCE),
+)
 _GAIN_BATCH = 16
+_ACCEPTANCE = 0.95
 
 
 class Check(NamedTuple):
@@ -186,6 +195,8 @@ def _check_model(words: Sequence[str]) -> Iterator[Check]:
     schedule, source = resolve_schedule(server_args, hf_config)
     yield _check_kernels(server_args, model_config, schedule)
     detail = start_up_line(schedule, source, hf_config)
+    if lossless := describe_lossless(resolved(server_args)):
+        detail += f"; {lossless}"
     if schedule.is_foreign(hf_config):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:
@@ -224,6 +235,15 @@ def _check_gain(
         return Check("note", "gain", f"not predicted: {error}")
     plan = Plan(shape, schedule, gpu, _GAIN_BATCH)
     longest = min(model_config.context_len, 32768)
+    if is_lossless(resolved(server_args)):
+        gain = plan.lossless_speedup(longest, _ACCEPTANCE)
+        detail = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"
+        return Check(
+            "ok" if gain >= NO_GAIN else "WARN",
+            "gain",
+            f"{detail} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()}, if drafts are"
+            f" accepted at a rate of {_ACCEPTANCE})",
+        )
     status = "ok" if plan.speedup(longest) >= NO_GAIN else "WARN"
     detail = f"{plan.verdict([longest])} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()})"
     return Check(status, "gain", f"{detail}; {plan.reason(longest)}")

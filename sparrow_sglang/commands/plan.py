@@ -53,6 +53,12 @@ class Plan:
         time = partial(step_time, self.shape, self.gpu, self.batch, cached)
         return time().total / time(self.schedule).total
 
+    def lossless_speedup(self, cached: int, acceptance: float) -> float:
+        """Dense over lossless time of a token at `cached` tokens, with the best drafts."""
+        time = partial(step_time, self.shape, self.gpu, self.batch, cached)
+        dense = time().total
+        return dense / lossless_ms(dense, time(self.schedule).total, acceptance)[0]
+
     def response_speedup(self, cached: int) -> float:
         """Dense over sparse time of all steps from an empty cache to `cached` tokens."""
         lengths = [-(-cached * (i + 1) // _SAMPLES) for i in range(_SAMPLES)]

@@ -27,9 +27,10 @@ from sparrow_sglang.models import (
     model_problem,
     path_problem,
 )
+from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
-from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 from sparrow_sglang.sglang_arguments import (
     config_file_merger,
@@ -57,6 +58,9 @@ examples:
       the small embedded model (SmolLM2-135M); works without a GPU, too
   sparrow serve --model-path Qwen/Qwen3-4B
       your model; the shipped schedule that was calibrated for it is chosen automatically
+  sparrow serve --model-path Qwen/Qwen3-4B --speculative-algorithm SPARROW
+      lossless decoding: sparse steps draft, one dense pass verifies; answers are those of dense
+      decode, for any model, without calibration
   sparrow serve --model-path Qwen/Qwen3-4B --sparrow-schedule fixed-4096 --port 8000
       the same budget of 4096 tokens at every length, and a flag of SGLang (--port)
 
@@ -139,6 +143,8 @@ def _ready_lines(server_args: "ServerArgs") -> str:
         "request": f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d"
         f""" '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'""",
     }
+    if lossless := describe_lossless(view):
+        rows["decoding"] = lossless
     lines = [f"{key:10}{value}" for key, value in rows.items()]
     return "\n".join([f"sparrow: ready on {url}", *lines])
 
@@ -245,6 +251,8 @@ def check_model(words: Sequence[str]) -> None:
         config = None
     page_size = int(_value(words, "--page-size") or PAGE_SIZE)
     name, _ = named_schedule(_value(words, "--sparrow-schedule"))
+    if name == AUTO and (_value(words, "--speculative-algorithm") or "").upper() == LOSSLESS:
+        name = DRAFTS
     schedule = load_schedule(name, page_size) if name != AUTO else None
     if config is not None:
         (schedule or schedule_for_model(config, page_size)).for_model(config)

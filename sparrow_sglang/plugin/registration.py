@@ -18,7 +18,7 @@ from sparrow_sglang.plugin.hooks import (
     register_hooks,
 )
 from sparrow_sglang.plugin.layer_refusals import unknown_attributes
-from sparrow_sglang.plugin.lossless.refusals import is_lossless
+from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     device_problems,
@@ -88,8 +88,8 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
                 f" {len(PROCESS.hooks)} hooks fit into it"
             )
         line = start_up_line(schedule, source, model_config.hf_config)
-        if is_lossless(view):
-            line += f"; lossless decoding, {view.speculative_num_draft_tokens - 1} drafts a round"
+        if lossless := describe_lossless(view):
+            line += f"; {lossless}"
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
         announce(line)

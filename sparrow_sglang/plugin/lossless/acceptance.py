@@ -70,7 +70,7 @@ def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tenso
     rows = len(flat) // batch
 
     def spread(values: torch.Tensor) -> torch.Tensor:
-        return values.reshape(-1).repeat_interleave(rows, output_size=len(flat))
+        return values.reshape(-1, 1).expand(-1, rows).reshape(-1)
 
     probs = torch.softmax(flat.float() / spread(info.temperatures)[:, None], dim=-1)
     if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
@@ -123,13 +123,16 @@ def candidates(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and ids of the likeliest token of each group, both [B, C].
 
     Args:
-        logits: [B, V]; token i is in group i mod (V // depth).
+        logits: [B, V]; token i is in group i mod (V // depth), and the last V mod depth tokens are
+            groups of their own.
     """
     batch, vocabulary = logits.shape
-    depth = -(-vocabulary // MAX_CANDIDATES)
+    least = -(-vocabulary // MAX_CANDIDATES)
+    # Groups of equal size where there are such.
+    depth = next((d for d in range(least, 2 * least) if vocabulary % d == 0), least)
     groups = vocabulary // depth
-    best, member = logits[:, : groups * depth].view(batch, depth, groups).max(dim=1)
-    ids = member * groups + torch.arange(groups, device=logits.device)
+    best, member = logits[:, : groups * depth].unflatten(1, (depth, groups)).max(dim=1)
+    ids = torch.add(torch.arange(groups, device=logits.device), member, alpha=groups)
     if rest := vocabulary - groups * depth:
         best = torch.cat([best, logits[:, -rest:]], dim=1)
         last = torch.arange(vocabulary - rest, vocabulary, device=logits.device)

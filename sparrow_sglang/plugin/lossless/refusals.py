@@ -65,6 +65,13 @@ def is_lossless(server_args: "ServerArgs") -> bool:
     return (server_args.speculative_algorithm or "").upper() == LOSSLESS
 
 
+def describe_lossless(view: "ServerArgs") -> str:
+    """What a log says of lossless decoding, by resolved arguments; empty for other servers."""
+    if not is_lossless(view):
+        return ""
+    return f"lossless, {view.speculative_num_draft_tokens - 1} drafts a round"
+
+
 def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
     """One sentence for each argument that lossless decoding does not run with."""
     if not is_lossless(server_args):

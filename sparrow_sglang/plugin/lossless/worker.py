@@ -91,14 +91,12 @@ class LosslessWorker(BaseSpecWorker):
         slots = table[rows.long()[:, None], positions].long()
         tokens = batch.spec_info.bonus_tokens.reshape(-1).long()
         bonus, drafts = tokens, []
-        step = self._forward_batch(batch, ForwardMode.DECODE, committed)
         with self._drafting():
-            for number in range(self.speculative_num_steps):
-                logits = self._forward(
-                    self._draft_step(step, batch, number, tokens, positions, slots)
-                ).logits_output.next_token_logits
+            for step in self._draft_steps(batch, committed, positions, slots):
+                step.input_ids = tokens
+                result = self._forward(step)
                 # The next replay overwrites the logits.
-                draft = acceptance.draft(logits, info)
+                draft = acceptance.draft(result.logits_output.next_token_logits, info)
                 tokens = self._of_first_rank(draft.tokens)
                 drafts.append(draft._replace(tokens=tokens))
         drafted = torch.stack([draft.tokens for draft in drafts], dim=1)
@@ -155,25 +153,25 @@ class LosslessWorker(BaseSpecWorker):
             return_hidden_states_before_norm=False,
         )
 
-    def _draft_step(
+    def _draft_steps(
         self,
-        step: ForwardBatch,
         batch: "ScheduleBatch",
-        number: int,
-        tokens: torch.Tensor,
+        committed: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-    ) -> ForwardBatch:
-        """The decode step of draft `number`, from a `step` of the same requests."""
-        step = copy.copy(step)
-        step.input_ids = tokens
-        step.positions = positions[:, number].contiguous()
-        step.out_cache_loc = slots[:, number].contiguous()
-        step.seq_lens = step.orig_seq_lens = step.positions.to(batch.seq_lens.dtype) + 1
-        if batch.seq_lens_cpu is not None:
-            step.seq_lens_cpu = batch.seq_lens_cpu + number + 1
-            step.seq_lens_sum = int(step.seq_lens_cpu.sum())
-        return step
+    ) -> Iterator[ForwardBatch]:
+        """The decode step of each draft; its token is to be set."""
+        template = self._forward_batch(batch, ForwardMode.DECODE, committed)
+        by_step = positions.T.contiguous(), slots.T.contiguous()
+        lengths = by_step[0].to(committed.dtype) + 1
+        for number in range(self.speculative_num_steps):
+            step = copy.copy(template)
+            step.positions, step.out_cache_loc = (rows[number] for rows in by_step)
+            step.seq_lens = step.orig_seq_lens = lengths[number]
+            if batch.seq_lens_cpu is not None:
+                step.seq_lens_cpu = batch.seq_lens_cpu + number + 1
+                step.seq_lens_sum = int(step.seq_lens_cpu.sum())
+            yield step
 
     def _forward(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
         """Run a pass without sampling."""
