@@ -34,9 +34,10 @@ PUBLISHED = "published"
 CALIBRATED = "calibrated"
 RULES = (PUBLISHED, CALIBRATED)
 MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
-# Each is a fifth to a half larger than the one before, from what an 8K model needs to what a 40K
-# model needs.
-BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288)
+# Each is a fifth to a half larger than the one before. Models with two KV heads need half of the
+# context and more.
+BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288,
+           16384, 24576)  # fmt: skip
 SHORT_CONTEXT = 16384
 SHORT_BIN_TOKENS = 1024
 GIVEN_RESPONSE_ENGINE_ARGS = {

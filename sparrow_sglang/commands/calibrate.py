@@ -87,7 +87,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=(),
-        help="KV budgets to measure, in tokens; default: 128 to 12288",
+        help="KV budgets to measure, in tokens; default: 128 to 24576",
     )
     add(
         "--rule",
