@@ -16,7 +16,7 @@ from sparrow_sglang.calibration.job import (
     check_job,
 )
 from sparrow_sglang.calibration.measure import MeasuringEngine
-from sparrow_sglang.calibration.measure_rule import with_chosen_rule
+from sparrow_sglang.calibration.measure_rule import PROMPTS, with_chosen_rule
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
 from sparrow_sglang.calibration.rule import describe_rule
 from sparrow_sglang.command_line import at_least, count, exit_on_sigterm
@@ -160,9 +160,13 @@ def _calibrate(options: CalibrationOptions) -> int:
 
 def _announce(job: Job) -> None:
     prompts = {sample.prompt.name: len(sample.prompt.input_ids) for sample in job.samples}
+    before = ""
+    if not job.schedules and job.options.rule != PUBLISHED:
+        before = f", after {PROMPTS} for each layer that choose the selection rule"
     print(
         f"{len(job.samples)} generations of up to {job.options.new_tokens} tokens, from"
-        f" {len(prompts)} prompts of up to {max(prompts.values())} tokens; kept in {job.folder}",
+        f" {len(prompts)} prompts of up to {max(prompts.values())} tokens{before}; kept in"
+        f" {job.folder}",
         flush=True,
     )
 

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         out = out or Path("report.html")
         _require_suffix(out, ".html", "a page")
-        text = write_page(f"Sparrow: {', '.join(p.resolve().name for p in args.paths)}", sources)
+        more = f" and {len(args.paths) - 1} more" if args.paths[1:] else ""
+        text = write_page(f"Sparrow: {args.paths[0].resolve().name}{more}", sources)
     for reason in sources.left_out:
         print(f"left out: {reason}")
     if out is not None:
