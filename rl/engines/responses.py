@@ -152,9 +152,9 @@ class Responses:
 
 def response_text(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text without special tokens, except those around thinking, which a reward has to see."""
-    special = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and not THINKING_MARK.fullmatch(token.content)
-    }
-    return str(tokenizer.decode([number for number in ids if number not in special]))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number: token.content for number, token in added.items() if token.special}
+    marks = {number for number, content in special.items() if THINKING_MARK.fullmatch(content)}
+    if not marks.intersection(ids):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+    return str(tokenizer.decode([one for one in ids if one in marks or one not in special]))

@@ -30,8 +30,8 @@ def run_remotely(
         "run_timeout": limits.wall_clock_s,
         "memory_limit_MB": limits.memory_bytes >> 20,
     }
-    deadline = time.monotonic() + min(seconds, ATTEMPTS * (limits.wall_clock_s + QUEUE_S))
-    answer = _post(url.removesuffix("/").removesuffix(PATH) + PATH, body, deadline)
+    address = url.removesuffix("/").removesuffix(PATH) + PATH
+    answer = _post(address, body, limits.wall_clock_s + QUEUE_S, time.monotonic() + seconds)
     if answer is None:
         return None
     result = answer.get("run_result") or {}
@@ -45,14 +45,16 @@ def run_remotely(
     return SandboxResult(code, result.get("stdout") or "", result.get("stderr") or "")
 
 
-def _post(url: str, body: dict[str, Any], deadline: float) -> dict[str, Any] | None:
+def _post(
+    url: str, body: dict[str, Any], patience: float, deadline: float
+) -> dict[str, Any] | None:
     problem: object = None
     for attempt in range(ATTEMPTS):
         left = deadline - time.monotonic()
         if left <= 0:
             return None
         try:
-            response = httpx.post(url, json=body, timeout=left)
+            response = httpx.post(url, json=body, timeout=min(left, patience))
             answer = response.json() if response.is_success else None
         except (httpx.TransportError, ValueError) as error:
             problem = error

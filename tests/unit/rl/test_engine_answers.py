@@ -35,7 +35,9 @@ def test_thinking_markers_that_are_special_tokens_are_in_the_text() -> None:
     }
     tokenizer = SimpleNamespace(
         added_tokens_decoder=special,
-        decode=lambda ids, **_: "".join(symbols[number] for number in ids),
+        decode=lambda ids, skip_special_tokens=False: "".join(
+            symbols[number] for number in ids if not (skip_special_tokens and number in special)
+        ),
     )
 
     def reward(ids: list[int]) -> float:
