@@ -181,6 +181,17 @@ def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> 
     }
 
 
+def round_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean tokens of a round of lossless decoding; empty without rounds.
+
+    The first token of a segment comes out of prefill.
+    """
+    segments = [part for rollout in rollouts for part in rollout.segments if part.rounds]
+    tokens = sum(part.end - part.start - 1 for part in segments)
+    rounds = sum(part.rounds for part in segments)
+    return {"sparrow/tokens_per_round": tokens / rounds} if rounds else {}
+
+
 def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mean cost of continuing responses after a change of weights.
 

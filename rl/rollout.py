@@ -135,7 +135,8 @@ def continued(
     # requests only a retracted one can have tokens.
     retracted = bool(meta.get("num_retractions", finish["type"] == ABORTED))
     cached = meta.get("cached_tokens", 0)
-    segment = Segment(before, len(ids), weight_version, schedule, cached, retracted)
+    rounds = meta.get("spec_verify_ct", 0)
+    segment = Segment(before, len(ids), weight_version, schedule, cached, retracted, rounds)
     return replace(
         rollout,
         response_ids=ids,

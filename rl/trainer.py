@@ -23,6 +23,7 @@ from sparrow_sglang.rl.metrics import (
     kv_metrics,
     prefill_metrics,
     rollout_metrics,
+    round_metrics,
 )
 from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.runs.log import Clock
@@ -155,6 +156,7 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
         | (acceptance.metrics() if acceptance else {})
         | kv_metrics(batch.rollouts, schedule)
         | prefill_metrics(batch.rollouts)
+        | round_metrics(batch.rollouts)
         | entropy_metrics(rollout, dense.entropies)
         | updated.metrics
         | distilled

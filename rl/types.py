@@ -42,7 +42,8 @@ class Segment:
     All that precedes `start`, the prompt included, was prefilled densely for this request, except
     for `cached` tokens out of the prefix cache. The segment's tokens were decoded under `schedule`
     from the weights `weight_version`. If the engine has `retracted` the request, it later prefilled
-    some of these tokens as well, and does not say how many.
+    some of these tokens as well, and does not say how many. With lossless decoding, they took so
+    many `rounds`.
     """
 
     start: int
@@ -51,6 +52,7 @@ class Segment:
     schedule: str
     cached: int = 0
     retracted: bool = False
+    rounds: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,9 @@ _OWN_SETTINGS = {
     "model_path": "model.path",
     "attention_backend": "engine.schedule",
     "sparrow_schedule": "engine.schedule",
+    "speculative_algorithm": "engine.lossless",
 }
+_FOR_DENSE = ("attention_backend", "speculative_algorithm")
 
 
 class ModelConfig(Section):
@@ -80,6 +82,9 @@ class EngineConfig(Section):
     schedule: str = "auto"
     """KV budget schedule: shipped name, path to a .json file, fixed-<tokens>, "auto" for the
     model's own, or "dense" for rollouts without sparsity."""
+    lossless: bool = False
+    """Sample from the policy itself: sparse steps draft, one dense pass verifies. "auto" is then a
+    schedule for drafts, and `algorithm.correction` is "none" by default."""
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `sglang.Engine`, passed unchanged."""
 
@@ -87,8 +92,10 @@ class EngineConfig(Section):
     def _arguments_fit(self) -> Self:
         arguments = self.server_args
         for name, setting in _OWN_SETTINGS.items():
-            if name in arguments and (name, self.schedule) != ("attention_backend", DENSE):
+            if name in arguments and not (self.schedule == DENSE and name in _FOR_DENSE):
                 raise ValueError(f"server_args.{name} is not set there: set {setting} instead")
+        if self.lossless and self.schedule == DENSE:
+            raise ValueError("lossless=true with schedule='dense': expected a schedule of drafts")
         if arguments.get("skip_tokenizer_init"):
             raise ValueError(
                 "server_args.skip_tokenizer_init=true: rewards are given for texts; expected false"
@@ -197,6 +204,22 @@ class TrainConfig(Section):
                     f"engine.server_args.{name}={size} with [cluster]: expected {expected}, as an"
                     " engine is split by tensor parallelism among cluster.gpus_per_engine GPUs"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _lossless_rollouts_need_no_correction(self) -> Self:
+        if not self.engine.lossless:
+            return self
+        if self.distill.enabled:
+            raise ValueError(
+                "distill.enabled=true with engine.lossless=true: rollouts are the policy's own, and"
+                " drafts carry no adapter; expected false"
+            )
+        # Responses that are continued after an update are partly of older weights.
+        of_one_policy = self.rollout.oversubscribe == 1
+        if of_one_policy and "correction" not in self.algorithm.model_fields_set:
+            algorithm = self.algorithm.model_copy(update={"correction": "none"})
+            object.__setattr__(self, "algorithm", algorithm)
         return self
 
     @model_validator(mode="after")

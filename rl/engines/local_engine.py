@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparrow_sglang.plugin.adapters import load_adapter
+from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
@@ -69,7 +70,8 @@ class LocalEngine(RolloutEngine):
         self._version: str | None = arguments.weight_version
         self._loading = False
         self._schedule = DENSE
-        if arguments.attention_backend == BACKEND:
+        # Lossless decoding samples as dense decode does.
+        if arguments.attention_backend == BACKEND and not is_lossless(arguments):
             active, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
             self._schedule = active.name
 

@@ -150,7 +150,9 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool =
     ]
     if ENTROPY in metrics:
         words.append(f"entropy {metrics[ENTROPY]:.3f}")
-    if dense:
+    if "sparrow/tokens_per_round" in metrics:
+        words.append(f"{metrics['sparrow/tokens_per_round']:.1f} tokens a round")
+    elif dense:
         words.append("dense")
     elif "sparrow/kv_tokens_read" in metrics:
         read, cached = metrics["sparrow/kv_tokens_read"], metrics["sparrow/kv_tokens_cached"]

@@ -22,6 +22,7 @@ from sparrow_sglang.models import (
     model_problem,
     path_problem,
 )
+from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
 from sparrow_sglang.plugin.server_args import unknown_argument
 from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.runs.log import check_logging
@@ -29,7 +30,7 @@ from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
 from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 
@@ -39,9 +40,9 @@ class Setup:
 
     `train` and `heldout` hold no prompts that are too long. `heldout` is keyed by the names of
     sets: a single set has an empty name, and without evaluation there are no sets. `schedule` is
-    None for dense rollouts. `engine` is the configured engine with "auto" replaced by the name of
-    the schedule. `notes` are lines to print when the run starts. `fingerprint` is that of the
-    training prompts, in order.
+    None for dense and lossless rollouts. `engine` is the configured engine with "auto" replaced by
+    the name of the schedule, and the arguments of lossless decoding. `notes` are lines to print
+    when the run starts. `fingerprint` is that of the training prompts, in order.
     """
 
     model_path: str
@@ -119,6 +120,11 @@ def prepare(config: TrainConfig) -> Setup:
         raise InputError(f"model.path: {problem}")
     _check_model(config, model_path, model_config, tokenizer)
     engine = config.engine
+    if engine.lossless:
+        drafts = {"speculative_algorithm": LOSSLESS} | engine.server_args
+        name = DRAFTS if engine.schedule == AUTO else engine.schedule
+        engine = engine.model_copy(update={"schedule": name, "server_args": drafts})
+        schedule = None
     if schedule is not None and engine.schedule == AUTO:
         # The engine gets the schedule's name, as SPARROW_SCHEDULE in the environment could turn
         # "auto" into another schedule.
@@ -130,7 +136,9 @@ def prepare(config: TrainConfig) -> Setup:
         limit = config.rollout.max_prompt_tokens
         notes.append(f"{left_out} prompts are longer than {limit} tokens and left out")
     notes += task.notes
-    if schedule is None:
+    if engine.lossless:
+        notes.append("rollouts are the policy's own: engine.lossless = true")
+    elif schedule is None:
         notes.append("rollouts are dense: engine.schedule = 'dense'")
     else:
         if schedule.is_foreign(model_config):
@@ -221,10 +229,10 @@ def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
     page_size = page_size or PAGE_SIZE
     if schedule == DENSE:
         return None
-    if schedule == AUTO:
+    if schedule == AUTO and not config.engine.lossless:
         return schedule_for_model(model_config, page_size, "engine.schedule")
     try:
-        loaded = load_schedule(schedule, page_size)
+        loaded = load_schedule(DRAFTS if schedule == AUTO else schedule, page_size)
         loaded.require_model(model_config)
     except ScheduleError as error:
         raise ScheduleError(f"engine.schedule: {error}") from None

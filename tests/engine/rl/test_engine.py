@@ -25,8 +25,10 @@ from training import (
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.scoring import score_dense
+from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
+from sparrow_sglang.rl.metrics import round_metrics
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import ABORTED, Rollout
 
@@ -272,3 +274,24 @@ def test_a_dead_scheduler_ends_the_rollout_with_the_reason(sharp_llama) -> None:
             list(groups)
     finally:
         engine.close()
+
+
+def test_lossless_rollouts_are_those_of_the_weights_that_were_loaded(model, sharp_llama, tmp_path):
+    """Recorded log-probs are dense ones."""
+    SCHEDULE.save(tmp_path / "test.json")
+    arguments = SERVER_ARGS | {"speculative_algorithm": "SPARROW"}
+    engines.import_for_fork()
+    lossless = LocalEngine(sharp_llama, str(tmp_path / "test.json"), **arguments)
+    changed = scaled(model)
+    try:
+        for version, served in (("1", model), ("2", changed)):
+            lossless.update_weights(served.state_dict().items(), version)
+            groups = lossless.generate(PROMPTS, 2, Sampling(60, 0.7))
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            for rollout in rollouts:
+                expected = transformers_logprobs(served, rollout, 0.7)
+                np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / 0.7)
+                assert rollout.schedule == DENSE
+            assert 1 < round_metrics(rollouts)["sparrow/tokens_per_round"] < 9
+    finally:
+        lossless.close()

@@ -110,6 +110,19 @@ def test_a_cap_may_be_infinite_and_whole_numbers_are_numbers(tmp_path: Path) -> 
     assert (config.algorithm.tis_cap, config.optimizer.lr) == (float("inf"), 1.0)
 
 
+def test_lossless_rollouts_are_not_corrected_unless_they_span_updates(tmp_path: Path) -> None:
+    lossless = "[engine]\nlossless = true\n"
+    assert load(tmp_path, LEAST).algorithm.correction == "tis"
+    assert load(tmp_path, LEAST + lossless).algorithm.correction == "none"
+    chosen = '[algorithm]\ncorrection = "tis"\n'
+    assert load(tmp_path, LEAST + lossless + chosen).algorithm.correction == "tis"
+    partial = "[rollout]\noversubscribe = 1.5\n"
+    assert load(tmp_path, LEAST + lossless + partial).algorithm.correction == "tis"
+    for other in ("[distill]\nenabled = true\n", 'schedule = "dense"\n'):
+        with pytest.raises(InputError, match="lossless"):
+            load(tmp_path, LEAST + lossless + other)
+
+
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="task is missing"):
         load(tmp_path, 'run_dir = "x"')

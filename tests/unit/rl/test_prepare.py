@@ -159,6 +159,16 @@ def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
         assert notes == [said] * bool(said)
 
 
+def test_lossless_rollouts_are_dense_to_the_trainer(tmp_path, byte_model):
+    engine = {"lossless": True, "server_args": {"speculative_num_draft_tokens": 5}}
+    setup = prepare(settings(byte_model, tmp_path, "auto", engine=engine))
+    assert setup.schedule is None and setup.engine.schedule == "drafts"
+    assert setup.engine.server_args == {
+        "speculative_algorithm": "SPARROW",
+        "speculative_num_draft_tokens": 5,
+    }
+
+
 def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):
     engine = {"schedule": "dense", "server_args": {"attention_backend": "torch_native"}}
     setup = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
