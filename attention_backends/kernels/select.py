@@ -23,15 +23,11 @@ from sparrow_sglang.attention_backends.kernels.common import (
     group_size,
     head_columns,
     head_mask,
+    pair_columns,
     sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.landmark import update_landmark_of_last_page
-from sparrow_sglang.attention_backends.kernels.score import (
-    score_int4_pages,
-    score_pages,
-    split_query,
-)
-from sparrow_sglang.attention_backends.kernels.topk import store_selected
+from sparrow_sglang.attention_backends.kernels.topk import order_keys, store_selected
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
@@ -47,6 +43,8 @@ _INT4_PAGES = {128: 128, 256: 32}
 # Triton divides the stages between a tile and the page ids loaded before it: with fewer than five,
 # the load of a tile is issued only when the previous tile has been scored.
 _INT4_STAGES = 5
+# The interpreter has no inline assembly.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class SelectScratch(NamedTuple):
@@ -108,6 +106,167 @@ def allocate_select_scratch(
         keys=torch.empty(rows, width, dtype=torch.int32, device=device),
         arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
     )
+
+
+@triton.jit
+def _split_query(group_query: tl.tensor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """The fp32 query [D] as a [D, COLUMNS] operand of the tensor cores, exact to fp32.
+
+    Three 16-bit numbers hold an fp32 mantissa, so the sum over the columns of a product is the
+    product with the unrounded query, accumulated in fp32.
+    """
+    high = group_query.to(DTYPE)
+    rest = group_query - high.to(tl.float32)
+    middle = rest.to(DTYPE)
+    low = (rest - middle.to(tl.float32)).to(DTYPE)
+    column = tl.arange(0, COLUMNS)[None, :]
+    split = tl.where(column == 0, high[:, None], tl.zeros_like(high)[:, None])
+    split = tl.where(column == 1, middle[:, None], split)
+    return tl.where(column == 2, low[:, None], split)
+
+
+@triton.jit
+def _score_pages(
+    query: tl.tensor,
+    head_landmarks: tl.tensor,
+    pages: tl.tensor,
+    keys: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    page_stride: tl.tensor,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Write the keys of pages [first, end), each of which has one landmark of D numbers.
+
+    `query` is the group's mean query as `split_query` gives it.
+    """
+    columns = head_columns(D)
+    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < end
+        page = tl.load(pages + index, mask=inside, other=0).to(tl.int64)
+        tile = tl.load(
+            head_landmarks + page[:, None] * page_stride + columns[None, :],
+            mask=head_mask(inside[:, None], columns, D),
+            other=0.0,
+        )
+        score = tl.sum(tl.dot(tile, query), axis=1)
+        tl.store(keys + index, order_keys(score), mask=inside)
+
+
+@triton.jit
+def _unpack(codes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Both codes of each byte in int8: the lower four bits as 8 + code, the upper as 16 * code."""
+    if INTERPRETED:
+        return (codes & 15).to(tl.int8), ((codes & 240) ^ 128).to(tl.int8, bitcast=True)
+    else:
+        # This unpacks four bytes at once; the compiler would split them and pack them again.
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $2, 0x0F0F0F0F; lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;",
+            "=r,=r,r",
+            [codes],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def _score_int4_pages(
+    q_group: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    pairs: tl.tensor,
+    head: tl.tensor,
+    pages: tl.tensor,
+    keys: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks.
+
+    Codes stay integers: converting 4 bits to a float costs more than loading them. A query
+    becomes a fixed-point number of 31 bits, or 27 in second members, at the exponent of its largest
+    channel, in four int8 digits. The sums of codes times digits are exact; fp32 is used only to
+    combine them. A query that is not finite makes a product that is not a number, and counts for
+    no page.
+    """
+    # Columns 4h to 4h + 3 hold the digits of query h; tensor cores take 8 columns or more.
+    COLUMNS: tl.constexpr = max(4 * GROUP_PAD, 8)
+    ROWS: tl.constexpr = LANDMARKS * BLOCK
+    pair = pair_columns(PAIRS)
+    WIDTH: tl.constexpr = pair.shape[0]
+    # A query's channels: first members of RUN pairs, their second ones, then the next pairs.
+    RUN: tl.constexpr = 4 if WIDTH == 16 else WIDTH
+    member = tl.arange(0, 2 * WIDTH) // RUN % 2
+    of_pair = tl.arange(0, 2 * WIDTH) // (2 * RUN) * RUN + tl.arange(0, 2 * WIDTH) % RUN
+    exists = of_pair < PAIRS
+    channel = tl.load(pairs + head * PAIRS + of_pair, mask=exists, other=0) + member * (D // 2)
+    # Padding columns repeat heads of the group, which changes no maximum.
+    of_head = (tl.arange(0, COLUMNS) // 4) % GROUP
+    query = tl.load(
+        q_group + of_head[None, :] * D + channel[:, None], mask=exists[:, None], other=0.0
+    ).to(tl.float32)
+    largest = tl.max(tl.abs(query), 0)
+    finite = (tl.max((query != query).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
+    # 2**exponent in fp32 is (127 + exponent) << 23; below 30 the digits' units would be denormal.
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 30)
+    to_fixed = ((283 - exponent) << 23).to(tl.float32, bitcast=True)
+    # Codes of second members are 16 times as large.
+    share = tl.where(member == 0, 1.0, 1.0 / 16)
+    fixed = (query * to_fixed[None, :] * share[:, None]).to(tl.int32)
+    # The signed base-256 digit at each column's place: once 0x808080 is added, each of the three
+    # lower bytes is its digit plus 128, and the highest byte is its digit in two's complement.
+    place = (tl.arange(0, COLUMNS) % 4)[None, :]
+    byte = ((fixed + 0x808080) >> (8 * place)) & 255
+    digits = tl.where(place < 3, byte, byte ^ 128) - 128
+    # First members are stored as 8 + code; starting at this offset cancels the 8.
+    offset = -8 * tl.sum(tl.where(member[:, None] == 0, digits, 0), axis=0)
+    digits = digits.to(tl.int8)
+    start_value = tl.zeros((ROWS, COLUMNS), tl.int32) + offset[None, :]
+    # Sums of two neighbouring digits are combined as integers, so only even columns need a unit.
+    unit = ((exponent - 29 + 8 * (tl.arange(0, COLUMNS) % 4)) << 23).to(tl.float32, bitcast=True)
+    unit = tl.where(finite, unit, float("nan"))
+    unit, _ = tl.split(tl.reshape(unit, (COLUMNS // 2, 2)))
+    landmark = tl.arange(0, LANDMARKS)
+    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
+        # Rows past the end repeat the last page, which costs less than masking them.
+        index = tl.minimum(start + tl.arange(0, BLOCK), end - 1)
+        page = tl.load(pages + index).to(tl.int64)
+        row = (page * HEADS + head)[:, None] * LANDMARKS + landmark[None, :]
+        at = codes + row[:, :, None] * PAIRS + pair[None, None, :]
+        if PAIRS == WIDTH:
+            tile = tl.load(at)
+        else:
+            # Padding columns may hold anything: their digits are 0.
+            tile = tl.load(at, mask=pair[None, None, :] < PAIRS)
+        scale = tl.load(scales + row)
+        # Landmarks of a page are BLOCK rows apart, so that the same thread holds them.
+        tile = tl.reshape(tl.permute(tile, (1, 0, 2)), (ROWS, WIDTH))
+        scale = tl.reshape(tl.permute(scale, (1, 0)), (ROWS,)).to(tl.float32)
+        first_codes, second_codes = _unpack(tile)
+        first_codes = tl.reshape(first_codes, (ROWS, WIDTH // RUN, RUN))
+        second_codes = tl.reshape(second_codes, (ROWS, WIDTH // RUN, RUN))
+        both = tl.permute(tl.join(first_codes, second_codes), (0, 1, 3, 2))
+        sums = tl.dot(tl.reshape(both, (ROWS, 2 * WIDTH)), digits, start_value, out_dtype=tl.int32)
+        low, high = tl.split(tl.reshape(sums, (ROWS, COLUMNS // 2, 2)))
+        parts = (low + 256 * high).to(tl.float32) * unit[None, :]
+        product = tl.sum(tl.reshape(parts, (ROWS, COLUMNS // 4, 2)), axis=2) * scale[:, None]
+        # A product that is not a number does not count, unless there is no other.
+        score = tl.max(tl.reshape(product, (LANDMARKS, BLOCK, COLUMNS // 4)), axis=0)
+        score = tl.max(score, axis=1)
+        block_index = start + tl.arange(0, BLOCK)
+        tl.store(keys + block_index, order_keys(score), mask=block_index < end)
 
 
 # `splits` differs by batch size. If it were a constant, a kernel would be compiled for each value.
@@ -202,7 +361,7 @@ def _select_kernel(
             first = SINK_PAGES + split * share
             end = tl.minimum(first + share, num_pages - RECENT_PAGES)
             if PAIRS > 0:
-                score_int4_pages(
+                _score_int4_pages(
                     q_group,
                     landmarks,
                     scales,
@@ -223,9 +382,9 @@ def _select_kernel(
                 )
             else:
                 mean_query = tl.sum(group.to(tl.float32), axis=0) / GROUP
-                query = split_query(mean_query, MMA_COLUMNS, landmarks.dtype.element_ty)
+                query = _split_query(mean_query, MMA_COLUMNS, landmarks.dtype.element_ty)
                 head_landmarks = landmarks + head * D
-                score_pages(
+                _score_pages(
                     query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
                 )
             if DEPENDENTS:

@@ -199,7 +199,7 @@ def reserve_decode_buffers(
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from sparrow_sglang.attention_backends.decode_buffers import (
+    from sparrow_sglang.attention_backends.gpu_decode import (
         EAGER_ROWS,
         DecodeShape,
         buffer_bytes,

@@ -25,8 +25,7 @@ from pools import chosen_pairs
 from step_cases import StepCase
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
-from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels import landmark
 from sparrow_sglang.attention_backends.kernels.decode import (

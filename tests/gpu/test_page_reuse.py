@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
-from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.client.endpoint import connect

@@ -17,8 +17,7 @@ from pools import make_schedule
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sparrow_sglang.attention_backends.decode_buffers import DecodeShape
-from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels import decode, select
 from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS, decode_launch
 from sparrow_sglang.attention_backends.kernels.select import select_launch

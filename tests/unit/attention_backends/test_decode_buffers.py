@@ -9,9 +9,12 @@ from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import gpu_decode
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
-from sparrow_sglang.attention_backends.decode_buffers import DecodeBuffers, DecodeShape
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
-from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.gpu_decode import (
+    DecodeBuffers,
+    DecodeShape,
+    TritonPagedDecode,
+)
 from sparrow_sglang.attention_backends.kernels.decode import decode_launch
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.errors import SparrowError
@@ -207,6 +210,7 @@ class TestMemory:
                 "sparrow_schedule": "fixed-512",
                 "page_size": 16,
                 "max_running_requests": None,
+                "speculative_algorithm": None,
                 "cuda_graph_config": SimpleNamespace(
                     decode=SimpleNamespace(backend="full", max_bs=512)
                 ),

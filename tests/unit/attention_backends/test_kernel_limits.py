@@ -15,7 +15,6 @@ from sparrow_sglang.attention_backends.kernel_limits import (
     kernel_problems,
     rule_problems,
 )
-from sparrow_sglang.commands import doctor
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
@@ -121,25 +120,6 @@ def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
         server_args._check_resolved(args)
-
-
-def test_doctor_says_what_a_gpu_would_say(tmp_path):
-    def kernels(**config) -> doctor.Check:
-        folder = folder_of(tmp_path / str(config["head_dim"]), config)
-        [check] = [
-            check
-            for check in doctor.examine(["--model-path", folder, "--sparrow-schedule", "fixed-512"])
-            if check.name == "kernels"
-        ]
-        assert "\n" not in check.detail
-        return check
-
-    assert kernels(head_dim=64) == (
-        "ok",
-        "kernels",
-        "plain torch on cpu; a GPU would take the model, too",
-    )
-    assert "a GPU would refuse: model LlamaForCausalLM: head_dim=48" in kernels(head_dim=48).detail
 
 
 def test_a_page_table_of_the_longest_context_fits_and_one_page_more_is_refused():
