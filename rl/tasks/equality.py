@@ -188,7 +188,7 @@ def _verified(gold: str, answer: str, same_form: bool = False) -> bool:
     if not all(parsed) or same_form and len({_form(one[0]) for one in parsed}) == 2:
         return False
     # An inequality is the interval that it describes.
-    verdict: bool = _library().verify(
+    verdict: bool = library().verify(
         *parsed, float_rounding=15, timeout_seconds=_limit(), allow_set_relation_comp=True
     )
     return verdict
@@ -200,7 +200,7 @@ def _parsed(text: str) -> list[Any]:
     if "binom" in text and max(numbers, default=0) > MAX_BITS:
         # Computed while it is read.
         return []
-    found = _library().parse(f"${text}$", parsing_timeout=_limit())
+    found = library().parse(f"${text}$", parsing_timeout=_limit())
     values = [one for one in found if not isinstance(one, str)]
     try:
         return values if all(_bits(one) <= MAX_BITS for one in values) else []
@@ -253,7 +253,8 @@ def _limit() -> int | None:
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
+    """The module `math_verify`."""
     import math_verify
 
     # It warns of each time-out, and once that there are none.

@@ -17,7 +17,7 @@ from sparrow_sglang.rl.tasks.base import (
     parse_options,
     require,
 )
-from sparrow_sglang.rl.tasks.equality import equal
+from sparrow_sglang.rl.tasks.equality import equal, library
 from sparrow_sglang.rl.types import Prompt
 
 # "the answer is ...", to the end of the sentence.
@@ -46,6 +46,11 @@ def load(config: TaskSource, render: Render) -> Task:
     """Prompts from `config`'s files; raises `InputError` as `base.load_files` does."""
     options = parse_options(FileOptions, config)
     return load_files(config, render, _payload, options, reward, "math")
+
+
+def import_libraries() -> None:
+    """Import sympy, which takes seconds."""
+    library()
 
 
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:

@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -90,8 +91,19 @@ def reward_of(reward: Reward | Mapping[str, Reward], task: str) -> Reward:
     return reward[task] if isinstance(reward, Mapping) else reward
 
 
+def import_libraries(reward: Reward | Mapping[str, Reward]) -> None:
+    """Call the functions `import_libraries` of the modules of rewards, if there are any, as the
+    first response to be scored has no time for that."""
+    for function in reward.values() if isinstance(reward, Mapping) else [reward]:
+        module = sys.modules.get(getattr(function, "__module__", ""))
+        # A call of the reward reports what is not installed.
+        with suppress(ImportError):
+            getattr(module, "import_libraries", lambda: None)()
+
+
 def _answer(connection: Connection, reward: Reward | Mapping[str, Reward]) -> None:
     """Run in the worker process: answer jobs until the trainer closes the connection."""
+    import_libraries(reward)
     connection.send(("ready", None))
     while True:
         try:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.rl.tasks import math
+from sparrow_sglang.rl.tasks import equality, math
 from sparrow_sglang.rl.tasks.answers import conclusion, last_program
+from sparrow_sglang.rl.tasks.reward_worker import import_libraries
 from sparrow_sglang.rl.types import Prompt
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "math_cases.jsonl").open()]
@@ -51,6 +52,12 @@ def test_an_answer_that_the_library_cannot_judge_earns_0_soon() -> None:
     before = time.monotonic()
     assert math.reward(prompt, r"\boxed{(x+y+z+1)^{200}}") == 0
     assert time.monotonic() - before < 20
+
+
+def test_a_reward_worker_imports_sympy_before_it_is_timed() -> None:
+    equality.library.cache_clear()
+    import_libraries({"sums": math.reward})
+    assert equality.library.cache_info().currsize == 1
 
 
 def reads_input(program: str) -> bool:
