@@ -1,7 +1,6 @@
 """Raises an error where SGLang decodes without the attention backend, and therefore densely.
 
-In: decode batches as SGLang makes them, and what the backend does for them. Out: an error at the
-latest in the third decode step that the backend has not served. Costs a few integers per step.
+At the latest in the third decode step that the backend has not served; costs a few integers a step.
 """
 
 from sparrow_sglang.errors import SparrowError

@@ -1,7 +1,6 @@
-"""The dense side on a GPU: prefill, and decode in models with windows, by a backend of SGLang.
+"""The dense side: prefill, and decode in models with windows, by a backend of SGLang.
 
-In: SGLang's ServerArgs and ModelConfig, then its model runner. Out: the name of the backend, what
-speaks against it, and the backend itself, corrected where its result is not what the model defines.
+It is corrected where its result is not what the model defines.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
-"""How far each rotary pair tells the landmarks of a sequence apart.
-
-In: queries and keys of prefill passes. Out: per layer, KV head and pair, how much the pair's part
-of query · landmark varies. A part that is the same for all landmarks does not rank pages.
+"""How far each rotary pair tells the landmarks of a sequence apart: how much the pair's part of
+query · landmark varies. A part that is the same for all landmarks does not rank pages.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,6 @@
 """The KV budget of sparse decode as a function of sequence length.
 
-In: fields, or a JSON file of them. Out: a frozen `BudgetSchedule`, whose answers depend on lengths
-on the host only. `schedule_names` finds schedules by name. Imports neither torch nor SGLang.
+`schedule_names` finds schedules by name. Imports neither torch nor SGLang.
 """
 
 import os

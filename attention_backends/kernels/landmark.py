@@ -1,4 +1,4 @@
-"""Landmarks of full pages: in, SGLang's token pool; out, either form of landmarks."""
+"""Landmarks of full pages, in either form, from SGLang's token pool."""
 
 import torch
 import triton

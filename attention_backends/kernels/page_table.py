@@ -1,8 +1,7 @@
 """Snapshot of a step's requests for its kernels: physical pages, and how many of them to keep.
 
-In: SGLang's `req_to_token` and the budget tables. Out: a page table [bs, max_pages] and
-num_selected [layers, bs]. The snapshot is taken before a captured graph is replayed, because SGLang
-may write `req_to_token` again while the graph still runs.
+It is taken before a captured graph is replayed, because SGLang may write `req_to_token` again while
+the graph still runs.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,4 @@
-"""Score every page of a request by its landmark and keep the best: one launch a layer.
-
-In: queries, landmarks, the step's page table and how many pages to keep. Out: physical page ids in
-ascending logical order.
-"""
+"""Score every page of a request by its landmark and keep the best: one launch a layer."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,6 @@
 """Exact top-k over fp32 scores kept as integer keys, as device functions for the select kernel.
 
-In: the keys of one row's scored pages in global memory (they stay in the L2 cache). Out: physical
-page ids of the sinks, the best scored pages and the recent pages, in ascending logical order.
+The keys of a row stay in the L2 cache; physical page ids come out in ascending logical order.
 """
 
 import triton

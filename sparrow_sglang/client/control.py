@@ -1,6 +1,6 @@
 """Read and switch the KV budget schedule of a running engine or server.
 
-In: an `sglang.Engine` or a server's base URL. Over HTTP this is GET and POST /sparrow/schedule.
+Over HTTP this is GET and POST /sparrow/schedule.
 """
 
 import os
