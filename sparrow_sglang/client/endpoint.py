@@ -211,9 +211,8 @@ class HttpEndpoint:
         self._send("POST", f"/flush_cache?timeout={timeout_s}")
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        verb, query = ("POST", "") if fields else ("GET", "?full=true")
-        path = f"/sparrow/{method}{query}"
-        answer: dict[str, Any] = self._send(verb, path, fields or None).json()
+        verb, body = ("POST", fields) if fields or method != "schedule" else ("GET", None)
+        answer: dict[str, Any] = self._send(verb, f"/sparrow/{method}?full=true", body).json()
         return answer
 
     def _one(self, request: Request) -> Answer:

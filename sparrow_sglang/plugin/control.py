@@ -54,10 +54,7 @@ _CHECK = "landmarks"
 
 
 def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook: attach the state with which the launching process checks, switches and audits.
-
-    Checked with 0.5.17, where the tokenizer manager is made once per server, after the HTTP app.
-    """
+    """AFTER hook: attach the state with which the launching process checks, switches and audits."""
     server_args = manager.server_args
     if not uses_sparrow(server_args):
         return
@@ -102,9 +99,8 @@ async def schedule(
     if schedule is None:
         await _require_agreement(manager, previous)
         return _answer(previous, previous, hf_config)
-    whole = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (whole and 0 < timeout_s):
-        raise ControlError(f"timeout_s={quoted(timeout_s)}: expected seconds, more than 0")
+    if timeout_s is not None:
+        require_seconds(timeout_s)
     # Check before waiting for requests, so that a schedule that does not fit is refused at once.
     new = _schedule(schedule, state.first, hf_config)
     new.require_switch_from(state.first)
@@ -117,16 +113,26 @@ async def schedule(
     return _answer(new, previous, hf_config)
 
 
-async def landmarks(manager: "TokenizerManager") -> dict[str, Any]:
+def require_seconds(timeout_s: Any) -> None:
+    """Raise `ControlError` unless `timeout_s` is a number of seconds above 0."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not (is_number and timeout_s > 0):
+        raise ControlError(f"timeout_s={quoted(timeout_s)}: expected seconds, more than 0")
+
+
+async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dict[str, Any]:
     """Recompute every landmark in use and compare, while no request runs; a debugging aid.
+
+    New requests wait meanwhile, for the running ones at most `timeout_s`.
 
     Returns:
         `pages`, the number of pages whose landmarks are right.
 
     Raises:
-        ControlError: a landmark is wrong; the message names the first one.
+        ControlError: a landmark is wrong, the message names the first one; or requests still run.
     """
-    async with drained(manager, "a check of landmarks"):
+    require_seconds(timeout_s)
+    async with drained(manager, "a check of landmarks", timeout_s):
         held = await call_schedulers(manager, _CHECK, {})
     return {"pages": sum(answer["pages"] for answer in held.values())}
 
@@ -197,9 +203,6 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 def _load(scheduler: "Scheduler", schedule: BudgetSchedule) -> None:
     budgets = require_scheduler_state().budgets
     previous = budgets.schedule
-    # Requests that a pause has retracted count, too: they would keep their old schedule.
-    if not scheduler.is_fully_idle():
-        raise ControlError("requests are running")
     budgets.load(schedule)
     announce(
         f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"

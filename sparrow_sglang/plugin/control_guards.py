@@ -1,8 +1,8 @@
 """Guards of SGLang's control calls: what would end the scheduler is answered with what is wrong.
 
 SGLang asserts in the scheduler that it is idle, or that memory has been released, and a failed
-assertion ends it, and with it everybody's requests (0.5.17 and 0.5.23). Here the launching process
-looks first. During these calls no score of the audit runs.
+assertion ends it, and with it all requests. Here the launching process looks first. During these
+calls no score of the audit runs.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
 from sparrow_sglang.plugin.adapter_checks import check_config, check_folders
-from sparrow_sglang.plugin.scheduler_calls import ControlError, drained, is_idle
+from sparrow_sglang.plugin.scheduler_calls import ControlError, drained, flush, is_idle
 from sparrow_sglang.plugin.state import ServerState, server_state
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
@@ -38,18 +38,30 @@ def _hook(guard: Call) -> Call:
 async def without_scores(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """No score of the audit may run during the call.
 
-    Checked with 0.5.17. A pause that is not an abort keeps the scheduler's requests, so a weight
-    update would wait forever for a score to be answered; a flush fails while anything runs.
+    A pause that is not an abort keeps the scheduler's requests, so a weight update would wait
+    forever for a score to be answered.
     """
     async with _without_scores(state):
         return await call()
 
 
-@_hook
-async def flush_cache(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """As `without_scores`; remembers that no prefixes are left."""
+async def flush_cache(
+    call: Call, manager: Any, timeout_s: float | None = None, **kwargs: Any
+) -> Any:
+    """AROUND hook: no score runs meanwhile, and every data-parallel rank must have flushed.
+
+    SGLang answers what the first rank does.
+    """
+    state = server_state(manager)
+    if state is None:
+        return await call(manager, timeout_s, **kwargs)
     async with _without_scores(state):
-        answer = await call()
+        answer = await call(manager, timeout_s, **kwargs)
+        if answer.success and manager.server_args.dp_size > 1:
+            try:
+                await flush(manager, timeout_s)
+            except ControlError as error:
+                answer.success, answer.message = False, str(error)
     if answer.success:
         state.has_prefixes = state.has_old_prefixes = False
     return answer
@@ -57,25 +69,28 @@ async def flush_cache(call: Call, manager: Any, state: ServerState, request: Any
 
 @_hook
 async def check_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """As `without_scores`; SGLang's check may also overwrite the weights (0.5.17)."""
+    """As `without_scores`; SGLang's check may also overwrite the weights."""
     async with _without_scores(state, new_weights=True):
-        return await call()
+        answer = await call()
+        if request.action.startswith("reset"):
+            state.has_old_prefixes |= state.has_prefixes
+        return answer
 
 
 @_hook
 async def update_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """Answer with a failure where the prefix cache could not be emptied afterwards.
 
-    Checked with 0.5.17, whose scheduler asserts that it could; 0.5.23 answers with a failure, but
-    serves the new weights.
+    Older schedulers assert that it could; newer ones answer with a failure, but serve the new
+    weights. So weights may be new after a failure, too.
     """
     async with _without_scores(state, new_weights=True):
         problem = await _update_problem(manager, state, request)
         if problem is None:
             answer = await call()
-            if answer[0]:
-                state.has_prefixes &= not request.flush_cache
-                state.has_old_prefixes = state.has_prefixes
+            if answer[0] and request.flush_cache:
+                state.has_prefixes = state.has_old_prefixes = False
+            state.has_old_prefixes |= state.has_prefixes
             return answer
     failure = False, f"the weights were not updated: {problem}"
     # The answer to an update from disk has one number more.
@@ -98,8 +113,9 @@ async def begin_weight_update(call: Call, manager: Any, state: ServerState, requ
 
 @_hook
 async def end_weight_update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """End what `begin_weight_update` began."""
+    """End what `begin_weight_update` began; weights may have come past all calls, by RDMA."""
     answer = await call()
+    state.has_old_prefixes |= state.has_prefixes
     if answer[0] and state.weight_update is not None:
         session, state.weight_update = state.weight_update, None
         await session.aclose()
@@ -110,8 +126,8 @@ async def end_weight_update(call: Call, manager: Any, state: ServerState, reques
 async def release_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """Refuse to release memory that requests use, or that is released already.
 
-    Checked with 0.5.17, where a request without tags means all memory. Requests that arrive
-    meanwhile wait. `check_request` refuses requests until the memory is back.
+    A request without tags means all memory. Requests that arrive meanwhile wait. `check_request`
+    refuses requests until the memory is back.
     """
     tags = _tags(request)
     async with _without_scores(state):
@@ -120,7 +136,7 @@ async def release_memory(call: Call, manager: Any, state: ServerState, request: 
         if not manager.is_pause and await manager.model_update_lock.is_locked():
             raise ControlError("memory was not released: requests are running; let them finish")
         async with drained(manager, "a release of memory") as wait_s:
-            if not await is_idle(manager, wait_s):
+            if not await is_idle(manager, wait_s, retracted=True):
                 raise ControlError("memory was not released: requests hold KV; let them finish")
             answer = await call()
             state.released |= tags
@@ -143,11 +159,7 @@ async def resume_memory(call: Call, manager: Any, state: ServerState, request: A
 
 @_hook
 async def load_adapter(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Refuse an adapter that SGLang would load and then compute wrongly.
-
-    Checked with 0.5.17, which compares factors with the config only at the first request that uses
-    them, where a wrong shape ends the scheduler.
-    """
+    """Refuse an adapter that SGLang would load and then compute wrongly."""
     try:
         if hasattr(request, "lora_path"):
             hf_config = manager.model_config.hf_config
@@ -176,7 +188,7 @@ async def _update_problem(manager: Any, state: ServerState, request: Any) -> str
     if request.abort_all_requests:
         manager.abort_request(abort_all=True)
     async with drained(manager, "a weight update") as wait_s:
-        if not await is_idle(manager, wait_s):
+        if not await is_idle(manager, wait_s, retracted=True):
             return (
                 "requests hold KV of the old weights, in the prefix cache too; abort them or let"
                 " them finish, or pass flush_cache=false"

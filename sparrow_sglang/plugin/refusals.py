@@ -152,8 +152,15 @@ _RULES = (
         f"SGLang's tokenizer workers load no plugins: {_NO_CHECKS}",
         "pass --tokenizer-worker-num 1",
     ),
-    _flag("smg_grpc_mode", _NO_CHECKS),
-    _flag("grpc_mode", _NO_CHECKS),
+    *(_flag(field, _NO_CHECKS) for field in ("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar")),
+    *(
+        _flag(field, _NOT_SHOWN)
+        for field in (
+            "radix_cache_backend",
+            "enable_linear_replayssm",
+            "enable_int8_mamba_checkpoint",
+        )
+    ),
     _Rule(
         "sparrow_audit_rate",
         lambda value: not 0 <= value <= 1,

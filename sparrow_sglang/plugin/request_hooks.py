@@ -6,7 +6,6 @@ error that names the field, its value and what is allowed. SGLang answers such a
 computed from the token counts in the answers, so the schedulers do nothing for it.
 """
 
-import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -81,7 +80,12 @@ def check_request(
             " /resume_memory_occupation only"
         )
     if state.has_old_prefixes:
-        _warn_of_old_prefixes()
+        # Once for each update.
+        state.has_old_prefixes = False
+        logger.warning(
+            "weights were updated, and the prefix cache was not emptied since: requests take KV of"
+            " the old weights out of it; call /flush_cache after an update"
+        )
     state.has_prefixes = True
     if getattr(request, "lora_id", None) is not None and not given.lora_path:
         raise RequestError(
@@ -93,14 +97,6 @@ def check_request(
         require_servable(request, manager.model_config.vocab_size)
         if state.lossless:
             require_lossless(request)
-
-
-@functools.cache
-def _warn_of_old_prefixes() -> None:
-    logger.warning(
-        "weights were updated with flush_cache=false, and the prefix cache was not emptied since:"
-        " requests take KV of the old weights out of it; call /flush_cache after an update"
-    )
 
 
 def report_in_response(

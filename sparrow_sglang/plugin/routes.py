@@ -1,14 +1,15 @@
-"""The HTTP side: routes of this package's own calls, and early errors as HTTP errors.
+"""The HTTP side: routes of this package's own calls, and one shape of errors.
 
-In: requests to SGLang's app. Out: calls of `ServerState.calls`, their answers as JSON.
+Every refusal of these routes and of those in `_CHECKED` has the body {"error": {"message": ...}}.
 """
 
+import inspect
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from sparrow_sglang.json_values import JsonError, require_portable
+from sparrow_sglang.json_values import require_portable
 from sparrow_sglang.plugin.scheduler_calls import ControlError, RanksDisagreeError
 from sparrow_sglang.plugin.state import require_server_state
 
@@ -21,49 +22,27 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _PREFIX = "/sparrow/"
-_GENERATE = "/generate"
-_CHAT = "/v1/chat/completions"
-_COMPLETIONS = "/v1/completions"
-# SageMaker's name of the chat route.
-_INVOCATIONS = "/invocations"
-# Routes of which SGLang hands no custom_params on.
-_WITHOUT_OPTIONS = ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
-_CHECKED = (_GENERATE, _CHAT, _COMPLETIONS, _INVOCATIONS, *_WITHOUT_OPTIONS)
-_ERROR_EVENT = b'data: {"error":'
-
-
-class _Call(NamedTuple):
-    """How one call is made over HTTP: the keys that a POST's body must and may have."""
-
-    methods: tuple[str, ...]
-    required: frozenset[str] = frozenset()
-    optional: frozenset[str] = frozenset()
-    body: str = ""
-
-
-_CALLS = {
-    "schedule": _Call(
-        ("GET", "POST"),
-        frozenset({"schedule"}),
-        frozenset({"timeout_s"}),
-        '{"schedule": ...}, a name or the fields of a schedule, and, if need be, "timeout_s"',
-    ),
-    "adapter": _Call(
-        ("POST",),
-        frozenset({"name", "config", "tensors"}),
-        body='{"name": ..., "config": ..., "tensors": ...}, the fields of adapter_config.json and a'
-        " safetensors file in base64",
-    ),
-    "landmarks": _Call(("GET",)),
+_CALLS = {"schedule": ["GET", "POST"], "adapter": ["POST"], "landmarks": ["POST"]}
+_GENERATE = ("sampling_params", "custom_params")
+_OPENAI = ("custom_params",)
+_CHECKED: dict[str, tuple[str, ...] | None] = {
+    "/generate": _GENERATE,
+    "/v1/chat/completions": _OPENAI,
+    "/v1/completions": _OPENAI,
+    # SageMaker's name of the chat route.
+    "/invocations": _OPENAI,
+    # SGLang hands no custom_params on from these.
+    **dict.fromkeys(("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/v1/score")),
 }
+"""Routes of requests, and where their bodies hold our option."""
+_PLACES = ((), ("sampling_params",), ("extra_body",), ("extra_body", "custom_params"), _OPENAI)
+_ERROR_EVENT = b'data: {"error":'
 
 
 def add_routes(app: "FastAPI") -> None:
     """Add /sparrow/<call>, behind the same keys as SGLang's own control routes, at most once.
 
-    Also makes /generate answer with an HTTP error instead of a stream that begins with an error:
-    SGLang 0.5.17 checks a streaming request of that route only after it has sent the status 200.
-    And refuses options of ours in a place where nobody reads them, see `body_problem`.
+    Also wraps the routes of requests, see `with_checks`.
     """
     from fastapi import Request
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -72,10 +51,8 @@ def add_routes(app: "FastAPI") -> None:
         return
     for route in app.routes:
         path, changed = getattr(route, "path", None), cast(Any, route)
-        if path == _GENERATE:
-            changed.app = with_early_errors(changed.app)
         if path in _CHECKED:
-            changed.app = with_checked_body(changed.app, path)
+            changed.app = with_checks(changed.app, path)
 
     def handler(name: str) -> Callable[["Request"], Awaitable["Response"]]:
         async def handle(request: Request) -> "Response":
@@ -83,61 +60,96 @@ def add_routes(app: "FastAPI") -> None:
 
         return handle
 
-    for name, call in _CALLS.items():
+    for name, methods in _CALLS.items():
         handle = auth_level(AuthLevel.ADMIN_OPTIONAL)(handler(name))
-        app.add_api_route(_PREFIX + name, handle, methods=list(call.methods))
+        app.add_api_route(_PREFIX + name, handle, methods=methods)
 
 
-def with_early_errors(app: AsgiApp) -> AsgiApp:
-    """Wrap `app` so that a stream that begins with an error becomes a response of its status."""
+def with_checks(app: AsgiApp, path: str) -> AsgiApp:
+    """Wrap the app of a route of requests.
 
-    async def answer(scope: Message, receive: Receive, send: Send) -> None:
-        held: Message | None = None
-        refused = False
-
-        async def send_checked(message: Message) -> None:
-            nonlocal held, refused
-            if refused:
-                return
-            if message["type"] == "http.response.start" and _is_event_stream(message):
-                held = message
-                return
-            if held is not None:
-                head, held = held, None
-                error = _error(message)
-                if error is not None:
-                    refused = True
-                    await _send_error(error, scope, receive, send)
-                    return
-                await send(head)
-            await send(message)
-
-        await app(scope, receive, send_checked)
-
-    return answer
-
-
-def with_checked_body(app: AsgiApp, path: str) -> AsgiApp:
-    """Wrap the app of a route so that a body with a `body_problem` is answered with status 400."""
+    A misplaced option is refused. A stream that begins with an error becomes a response with the
+    error's status, as SGLang checks some requests only after it has sent the status 200. SGLang's
+    flat errors get the shape of all others.
+    """
 
     async def answer(scope: Message, receive: Receive, send: Send) -> None:
         held: list[Message] = []
         while not held or held[-1].get("more_body"):
             held.append(await receive())
-        problem = body_problem(b"".join(message.get("body", b"") for message in held), path)
-        if problem is not None:
+        content = b"".join(message.get("body", b"") for message in held)
+        if problem := misplaced_option(content, path):
             await _send_error({"message": problem}, scope, receive, send)
             return
 
         async def received() -> Message:
             return held.pop(0) if held else await receive()
 
-        await app(scope, received, send)
+        checked = _CheckedSend(scope, receive, send)
+        await app(scope, received, checked)
 
     return answer
 
 
-def body_problem(content: bytes, path: str) -> str | None:
+class _CheckedSend:
+    """Sends the messages of one response, unless they are an error to be sent in our shape."""
+
+    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._head: Message | None = None
+        self._body = b""
+        self._is_over = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._is_over:
+            return
+        if message["type"] == "http.response.start" and _may_be_an_error(message):
+            self._head = message
+            return
+        if self._head is None:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if self._head["status"] != HTTPStatus.OK and message.get("more_body"):
+            return
+        head, self._head = self._head, None
+        error = _error(self._body)
+        if error is None:
+            await self._send(head)
+            await self._send({**message, "body": self._body})
+            return
+        self._is_over = True
+        if head["status"] != HTTPStatus.OK:
+            error = {**error, "code": head["status"]}
+        await _send_error(error, self._scope, self._receive, self._send)
+
+
+def _may_be_an_error(head: Message) -> bool:
+    kind: bytes = dict(head.get("headers", ())).get(b"content-type", b"")
+    if head["status"] == HTTPStatus.OK:
+        return kind.startswith(b"text/event-stream")
+    return bool(head["status"] >= HTTPStatus.BAD_REQUEST) and kind.startswith(b"application/json")
+
+
+def _error(body: bytes) -> dict[str, Any] | None:
+    """The error in the first event of a stream, or in a body of SGLang's; None for other bodies."""
+    if not body.startswith((_ERROR_EVENT, b'{"object":"error"', b'{"error":"')):
+        return None
+    content: dict[str, Any] = json.loads(body.removeprefix(b"data: "))
+    error = content.pop("error", content)
+    content.pop("object", None)
+    return error if isinstance(error, dict) else {"message": str(error)}
+
+
+async def _send_error(error: dict[str, Any], scope: Message, receive: Receive, send: Send) -> None:
+    from fastapi.responses import JSONResponse
+
+    code, wrong = error.get("code"), int(HTTPStatus.BAD_REQUEST)
+    status = code if isinstance(code, int) and code >= wrong else wrong
+    await JSONResponse({"error": error}, status)(scope, receive, send)
+
+
+def misplaced_option(content: bytes, path: str) -> str | None:
     """An error message if an option of ours is in a place where nobody reads it, else None."""
     if b'"sparrow"' not in content:
         return None
@@ -145,23 +157,15 @@ def body_problem(content: bytes, path: str) -> str | None:
         body = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(body, dict):
-        return None
-    sampling, extra = body.get("sampling_params"), body.get("extra_body")
-    places = {"": body, "sampling_params": sampling, "extra_body": extra}
-    right = '"custom_params"'
-    if path == _GENERATE:
-        right = f"sampling_params[{right}]"
-        places["custom_params"] = body.get("custom_params")
-    elif path in _WITHOUT_OPTIONS:
-        right = f"{right} of {_CHAT} or {_COMPLETIONS}"
-        places["custom_params"] = body.get("custom_params")
-    if isinstance(extra, dict):
-        places['extra_body["custom_params"]'] = extra.get("custom_params")
-    for place, value in places.items():
-        if isinstance(value, dict) and "sparrow" in value:
-            where = f" in {place}" if place else ""
-            return f'"sparrow"{where} is read by nobody: expected it in {right}'
+    right = _CHECKED[path]
+    for place in _PLACES:
+        value = body
+        for key in place:
+            value = value.get(key) if isinstance(value, dict) else None
+        if place != right and isinstance(value, dict) and "sparrow" in value:
+            where = f" in {'.'.join(place)}" if place else ""
+            expected = ".".join(right or _OPENAI) + ("" if right else " of /v1/chat/completions")
+            return f'"sparrow"{where} has no effect: expected it in {expected}'
     return None
 
 
@@ -170,30 +174,32 @@ async def _handle(name: str, request: "Request") -> "Response":
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager: Any = get_global_state().tokenizer_manager
+    call = require_server_state(manager).calls[name]
     try:
-        fields = await _body(_CALLS[name], request) if request.method == "POST" else {}
-        answer = await require_server_state(manager).calls[name](**fields)
-        if request.method == "GET" and request.query_params.get("full") != "true":
-            answer = without_provenance(answer)
-        return JSONResponse(answer)
+        fields = _fields(call, await request.body()) if request.method == "POST" else {}
+        answer = await call(**fields)
     except ValueError as error:
         fault = isinstance(error, RanksDisagreeError)
         status = HTTPStatus.INTERNAL_SERVER_ERROR if fault else HTTPStatus.BAD_REQUEST
         return JSONResponse({"error": {"message": str(error)}}, status_code=status)
+    if request.query_params.get("full") != "true":
+        answer = without_provenance(answer)
+    return JSONResponse(answer)
 
 
-async def _body(call: _Call, request: "Request") -> dict[str, Any]:
+def _fields(call: Callable[..., Any], content: bytes) -> dict[str, Any]:
+    """The arguments of a call in a JSON body."""
+    expected = f"expected a JSON object of {', '.join(inspect.signature(call).parameters)}"
     try:
-        body = json.loads(await request.body())
-        require_portable(body)
-    except JsonError as error:
-        raise ControlError(f"the body is wrong: {error}") from None
-    except (ValueError, RecursionError):
-        body = None
-    given = set(body) - call.optional if isinstance(body, dict) else None
-    if given != call.required or None in body.values():
-        raise ControlError(f"the body is wrong: expected a JSON object {call.body}")
-    return body
+        fields = json.loads(content)
+        require_portable(fields)
+        inspect.signature(call).bind(**fields)
+        missing = None in fields.values()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ControlError(f"wrong body ({error}): {expected}") from None
+    if missing:
+        raise ControlError(f"wrong body, with null: {expected}")
+    return dict(fields)
 
 
 def without_provenance(answer: dict[str, Any]) -> dict[str, Any]:
@@ -204,26 +210,3 @@ def without_provenance(answer: dict[str, Any]) -> dict[str, Any]:
         else value
         for key, value in answer.items()
     }
-
-
-def _is_event_stream(message: Message) -> bool:
-    headers = dict(message.get("headers", ()))
-    kind: bytes = headers.get(b"content-type", b"")
-    return message["status"] == HTTPStatus.OK and kind.startswith(b"text/event-stream")
-
-
-def _error(message: Message) -> dict[str, Any] | None:
-    """The error in the first event of a stream; None if the event is no error."""
-    event: bytes = message.get("body", b"")
-    if not event.startswith(_ERROR_EVENT):
-        return None
-    error: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["error"]
-    return error
-
-
-async def _send_error(error: dict[str, Any], scope: Message, receive: Receive, send: Send) -> None:
-    from fastapi.responses import JSONResponse
-
-    code, wrong = error.get("code"), int(HTTPStatus.BAD_REQUEST)
-    status = code if isinstance(code, int) and code >= wrong else wrong
-    await JSONResponse({"error": error}, status)(scope, receive, send)

@@ -77,15 +77,18 @@ async def call_schedulers(
     return {response["rank"]: response["answer"] for response in responses}
 
 
-async def is_idle(manager: "TokenizerManager", wait_s: float = 0.0) -> bool:
-    """Whether every scheduler could empty its prefix cache, after waiting at most `wait_s`.
+async def is_idle(
+    manager: "TokenizerManager", wait_s: float = 0.0, retracted: bool = False
+) -> bool:
+    """Whether no scheduler has a request left, after waiting at most `wait_s`.
 
-    It could if it holds no KV of a request, and has left the step that ended its last one.
+    A request is left until the scheduler is done with the step that ended it. With `retracted`,
+    requests may be left that a pause has retracted, which hold no KV.
     """
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            await call_schedulers(manager, _IDLE, {})
+            await call_schedulers(manager, _IDLE, {"retracted": retracted})
             return True
         except ControlError:
             if time.monotonic() >= deadline:
@@ -137,11 +140,10 @@ async def drained(
 async def idle(
     manager: "TokenizerManager", what: str, timeout_s: float | None = None
 ) -> AsyncIterator[None]:
-    """As `drained`; in addition, no scheduler holds KV of a request.
+    """As `drained`; in addition, no scheduler has a request left, see `is_idle`.
 
     Raises:
-        ControlError: see `drained`; or requests are paused and keep their KV, or SGLang remained
-            busy.
+        ControlError: see `drained`; or requests are paused, or SGLang remained busy.
     """
     async with drained(manager, what, timeout_s) as wait_s:
         if not await is_idle(manager, wait_s):
@@ -150,23 +152,23 @@ async def idle(
         yield
 
 
-async def flush(manager: "TokenizerManager") -> None:
+async def flush(manager: "TokenizerManager", timeout_s: float | None = _IDLE_TIMEOUT_S) -> None:
     """Empty the prefix cache of every rank, which must be idle; `ControlError` where one is not.
 
-    SGLang's own `flush_cache` returns only the first data-parallel rank's answer (0.5.17).
+    SGLang's own `flush_cache` returns only the first data-parallel rank's answer.
     """
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     manager.auto_create_handle_loop()
     control: Any = manager
-    outputs = await control.flush_cache_communicator(FlushCacheReqInput(timeout_s=_IDLE_TIMEOUT_S))
+    outputs = await control.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
     if not all(output.success for output in outputs):
         raise ControlError("the prefix cache was not emptied: requests are running")
 
 
 @scheduler_rpc(_IDLE)
 def _require_idle(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    if not can_flush(scheduler):
+    if not (can_flush(scheduler) if fields["retracted"] else scheduler.is_fully_idle()):
         raise ControlError("requests are running")
     return {}
 
@@ -176,8 +178,8 @@ def answer_call(
 ) -> None:
     """AROUND hook: answer our messages, sent over SGLang's dumper control, which carries JSON.
 
-    SGLang's channel for settings carries numbers only. Checked with 0.5.17, where all ranks of a
-    replica handle a message at the same point between two steps, and one of them answers.
+    SGLang's channel for settings carries numbers only. All ranks of a replica handle a message at
+    the same point between two steps, and one of them answers.
     """
     answer = _answers.get(message.method)
     if answer is None:

@@ -46,9 +46,9 @@ def generated(client: httpx.Client, new_tokens: int = 2, **fields: Any) -> int:
 
 
 @contextmanager
-def in_flight(client: httpx.Client) -> Iterator[None]:
+def in_flight(client: httpx.Client, **fields: Any) -> Iterator[None]:
     """A request runs within this context, unless it is paused; afterwards it has been aborted."""
-    thread = threading.Thread(target=lambda: generated(client, 3000, rid="long"))
+    thread = threading.Thread(target=lambda: generated(client, 3000, rid="long", **fields))
     thread.start()
     while not client.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
         time.sleep(0.05)
@@ -114,6 +114,47 @@ def test_a_switch_that_waits_gives_up_when_it_shall(client: httpx.Client) -> Non
         assert "after 0.5 s" in refused(client, "/sparrow/schedule", body)
         assert generated(client) == 2
     assert client.get("/sparrow/schedule").json()["schedule"]["name"] == "fixed-64"
+
+
+def gauges(client: httpx.Client) -> list[str]:
+    lines = client.get("/metrics/").text.splitlines()
+    return [line for line in lines if line.startswith("sparrow:")]
+
+
+def test_measurements_of_a_former_schedule_are_not_shown(client: httpx.Client) -> None:
+    def shown() -> bool:
+        return any(line.startswith("sparrow:acceptance_tail") for line in gauges(client))
+
+    generated(client, 60)
+    deadline = time.monotonic() + 60
+    while not shown():
+        assert time.monotonic() < deadline, gauges(client)
+        time.sleep(0.3)
+    answer = client.post("/sparrow/schedule", json={"schedule": "fixed-96"})
+    # Provenance of shipped schedules has 14 KB.
+    assert answer.status_code == 200 and "provenance" not in answer.text
+    assert not shown() and not any("nan" in line.lower() for line in gauges(client))
+    assert any(line.startswith("sparrow:kv_budget_tokens") for line in gauges(client))
+    assert client.post("/sparrow/schedule", json={"schedule": "fixed-64"}).status_code == 200
+
+
+def test_a_check_of_landmarks_gives_up(client: httpx.Client) -> None:
+    with in_flight(client):
+        assert "0.5 s" in refused(client, "/sparrow/landmarks", {"timeout_s": 0.5})
+        assert generated(client) == 2
+    assert client.post("/sparrow/landmarks", json={}).json()["pages"] > 0
+
+
+def test_an_adapter_is_not_pushed_while_requests_are_retracted(
+    client: httpx.Client, adapter: str
+) -> None:
+    """They hold no KV, but SGLang would wait for them before it replaces the adapter."""
+    push_adapter(str(client.base_url), "pushed", adapter)
+    with in_flight(client, lora_path="pushed"):
+        client.post("/pause_generation", json={"mode": "retract"})
+        with pytest.raises(EndpointError):
+            push_adapter(str(client.base_url), "pushed", adapter)
+    push_adapter(str(client.base_url), "pushed", adapter)
 
 
 def changed(adapter: str, folder: Path, fields: dict[str, Any], *names: str) -> str:

@@ -190,7 +190,7 @@ class Auditor:
         deadline = time.monotonic() + (_PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S)
         while time.monotonic() < deadline:
             self._forget_vanished()
-            if self._prompt_tokens or await is_idle(self._manager):
+            if self._prompt_tokens or await is_idle(self._manager, retracted=True):
                 return
             await asyncio.sleep(_POLL_S / 10)
 

@@ -1,7 +1,6 @@
 """The mismatch log: sparse and dense log-probs of each audited token, kept on disk as Parquet.
 
-In: the scored tokens of one request after another. Out: a folder of Parquet files; reading it gives
-all rows as one table. Imports pyarrow only where a function needs it.
+Imports pyarrow only where a function needs it.
 """
 
 import logging
@@ -45,11 +44,12 @@ logger = logging.getLogger("sparrow_sglang")
 class MismatchLog:
     """Appends rows to a folder of Parquet files of about FILE_ROWS rows.
 
-    A file appears under its name only once it is complete, so a killed process loses at most the
-    rows since the last `flush`, and nobody reads half a file. The caller that appends must call
-    `flush` when the log `is_due`: at FILE_ROWS rows, or FLUSH_S seconds after the first waiting
-    row. Beyond MAX_BYTES, the oldest files of the folder are deleted. Rows may be appended while
-    another thread flushes; several processes may share a folder.
+    The newest file is written anew with each flush, until it has FILE_ROWS rows. It is replaced at
+    once, so a killed process loses at most the rows since the last `flush`, and nobody reads half a
+    file. The caller that appends must call `flush` when the log `is_due`: at FILE_ROWS rows, or
+    FLUSH_S seconds after the first waiting row. Beyond MAX_BYTES, the oldest files of the folder
+    are deleted. Rows may be appended while another thread flushes; several processes may share a
+    folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,6 +58,8 @@ class MismatchLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._flushing = threading.Lock()
         self._waiting: list[NDArray[Any]] = []
+        self._written: list[NDArray[Any]] = []
+        self._file = folder
         self._since = 0.0
         self._files = 0
 
@@ -73,28 +75,34 @@ class MismatchLog:
         return rows >= FILE_ROWS or (rows > 0 and time.monotonic() - self._since >= FLUSH_S)
 
     def flush(self) -> None:
-        """Write the waiting rows as one file; on `OSError` they stay, and no file appears."""
+        """Write the waiting rows; on an error they stay, and the files are as before."""
         with self._flushing:
             rows, self._waiting = self._waiting, []
             try:
                 if rows:
-                    self._write(np.concatenate(rows))
+                    self._write(rows)
             except BaseException:
                 self._waiting[:0] = rows
                 raise
 
-    def _write(self, rows: NDArray[Any]) -> None:
+    def _write(self, added: list[NDArray[Any]]) -> None:
         # The folder was deleted or unmounted. Do not make it again: nobody would find the file.
         if not self._folder.is_dir():
             raise FileNotFoundError(f"mismatch log {self._folder}: the folder is gone")
         import pyarrow.parquet
 
+        if not self._written:
+            # The name begins with the time, so that sorting by name is sorting by age.
+            name = f"mismatch-{time.time_ns()}-{os.getpid()}-{self._files}.parquet"
+            self._file = self._folder / name
+        rows = np.concatenate([*self._written, *added])
         table = pyarrow.table({name: rows[name] for name in TOKEN_ROW.names or ()}, _schema())
-        # The name begins with the time, so that sorting by name is sorting by age.
-        name = f"mismatch-{time.time_ns()}-{os.getpid()}-{self._files}.parquet"
-        with replacing(self._folder / name) as draft:
+        with replacing(self._file) as draft:
             pyarrow.parquet.write_table(table, draft, compression="zstd")
-        self._files += 1
+        self._written = [rows]
+        if len(rows) >= FILE_ROWS:
+            self._written = []
+            self._files += 1
         self._delete_oldest()
 
     def _delete_oldest(self) -> None:

@@ -1,8 +1,4 @@
-"""What an audited server reports of its mismatch: tail statistics, Prometheus gauges, warnings.
-
-In: acceptance bounds of audited tokens, lengths of the running requests. Out: gauges on SGLang's
-/metrics, a summary, and a warning per position bin whose tail falls below the schedule's target.
-"""
+"""What an audited server reports of its mismatch: tail statistics, Prometheus gauges, warnings."""
 
 import functools
 import logging
@@ -64,9 +60,9 @@ class AuditReport:
         self._changed: set[int] = set()
         self._looks: Counter[int] = Counter()
         self._next_look: dict[int, int] = {}
-        # Under SGLang values of several processes lie in files, where labels cannot be removed.
+        # See `_prometheus_gauges`.
         for name, labels in list(self._shown_bins):
-            self._set(name, 0 if name == "sparrow:audited_tokens" else math.nan, **dict(labels))
+            self._set(name, math.nan, **dict(labels))
         for index in range(len(schedule.budget_tokens)):
             budget = schedule.kv_budget_tokens(max(1, index * schedule.bin_tokens))
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
@@ -156,11 +152,25 @@ class AuditReport:
 def _prometheus_gauges() -> dict[str, Any]:
     """Create the gauges once per process, as Prometheus lets a name be registered only once.
 
+    Under SGLang the values lie in files, where labels cannot be removed, so NaN marks those of
+    another schedule, which are left out when the files are read.
+
     The import is here because prometheus_client looks for its folder of shared values when it is
     imported, and SGLang sets that folder only while it starts.
     """
     from prometheus_client import Gauge
+    from prometheus_client.multiprocess import MultiProcessCollector
 
+    collect = MultiProcessCollector.collect
+
+    def collect_known(self: Any) -> Any:
+        metrics = list(collect(self))
+        for metric in metrics:
+            if metric.name.startswith("sparrow:"):
+                metric.samples = [one for one in metric.samples if not math.isnan(one.value)]
+        return metrics
+
+    MultiProcessCollector.collect = collect_known  # type: ignore[method-assign]
     return {
         name: Gauge(name, help, labels, multiprocess_mode="mostrecent")
         for name, (help, labels) in _GAUGES.items()

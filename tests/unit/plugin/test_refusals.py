@@ -202,6 +202,7 @@ FLAGS = (
     "enable_hierarchical_cache enable_mixed_chunk enable_unified_memory enable_hisparse"
     " enable_page_major_kv_layout enable_lmcache enable_flexkv enable_two_batch_overlap"
     " enable_pdmux enable_torch_compile enable_streaming_session use_ray smg_grpc_mode grpc_mode"
+    " enable_linear_replayssm enable_int8_mamba_checkpoint"
 )
 WRONG = dict.fromkeys(FLAGS.split(), True) | {
     "page_size": 1,
@@ -211,6 +212,9 @@ WRONG = dict.fromkeys(FLAGS.split(), True) | {
     "dllm_algorithm": "LowConfidence",
     "model_impl": "transformers",
     "tokenizer_worker_num": 2,
+    "radix_cache_backend": "other",
+    "grpc_port": 1234,
+    "sidecar": "other",
     "tp_size": 0,
     "dp_size": 0,
     "pp_size": -1,

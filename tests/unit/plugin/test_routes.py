@@ -1,14 +1,16 @@
-"""Errors that a stream would begin with, as HTTP errors; everything else passes through."""
+"""Errors that a stream would begin with, and SGLang's flat ones, in one shape; the rest passes."""
 
 import asyncio
 import json
 
 import pytest
 
-from sparrow_sglang.plugin.routes import with_early_errors
+from sparrow_sglang.plugin.routes import with_checks
 
 ERROR = {"error": {"message": "wrong", "code": 413}}
+FLAT = {"object": "error", "message": "wrong", "type": "BadRequestError", "code": 400}
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -16,11 +18,16 @@ def event(content: object) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
+def plain(content: object) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
 def sent(status: int, headers: list[tuple[bytes, bytes]], bodies: list[bytes]) -> list[dict]:
     """The messages that reach the client of an app that sends this response."""
     messages: list[dict] = []
 
     async def app(scope, receive, send):
+        await receive()
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for body in bodies:
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -29,10 +36,10 @@ def sent(status: int, headers: list[tuple[bytes, bytes]], bodies: list[bytes]) -
     async def keep(message):
         messages.append(message)
 
-    async def never():
-        raise AssertionError("the app did not ask for the request's body")
+    async def receive():
+        return {"type": "http.request", "body": b"{}"}
 
-    asyncio.run(with_early_errors(app)({"type": "http"}, never, keep))
+    asyncio.run(with_checks(app, "/generate")({"type": "http"}, receive, keep))
     return messages
 
 
@@ -48,17 +55,26 @@ def test_an_error_without_a_status_is_a_bad_request():
         assert sent(200, STREAM, [event({"error": error}), DONE])[0]["status"] == 400
 
 
+def test_a_flat_error_gets_the_shape_of_the_others():
+    head, body = sent(422, JSON, [plain(FLAT)[:20], plain(FLAT)[20:]])
+    assert head["status"] == 422
+    expected = {"message": "wrong", "type": "BadRequestError", "code": 422}
+    assert json.loads(body["body"]) == {"error": expected}
+
+
 @pytest.mark.parametrize(
     ("status", "headers", "bodies"),
     [
         (200, STREAM, [event({"text": "a"}), event(ERROR), DONE]),
         (200, STREAM, []),
         (200, STREAM, [event({"text": '"error":', "meta_info": {}}), DONE]),
-        (200, [(b"content-type", b"application/json")], [event(ERROR)]),
+        (200, JSON, [event(ERROR)]),
+        (200, JSON, [plain(FLAT)]),
         (503, STREAM, [event(ERROR)]),
+        (400, JSON, [plain({"success": False})]),
     ],
 )
 def test_other_answers_are_left_as_they_are(status, headers, bodies):
     messages = sent(status, headers, bodies)
     assert (messages[0]["status"], messages[0]["headers"]) == (status, headers)
-    assert [message["body"] for message in messages[1:]] == [*bodies, b""]
+    assert b"".join(message["body"] for message in messages[1:]) == b"".join(bodies)
