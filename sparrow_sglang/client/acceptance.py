@@ -1,10 +1,10 @@
-"""Acceptance and tail statistics of a batch of rollouts, for training loops other than ours.
+"""Dense log-probs and acceptance of sequences, on the server that generated them sparsely.
 
-In: sequences, and the sampler's log-probs of them. Out: the estimated mean acceptance rate, and
-where top-k lists were recorded, bounds of the acceptance rate with their tails per position bin.
+For training loops other than ours.
 """
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,86 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from sparrow_sglang.client.control import get_schedule
-from sparrow_sglang.client.scoring import Sequences, score_dense
+from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.acceptance import (
     AcceptanceBounds,
     SampledMean,
     acceptance_bounds,
     mean_acceptance_from_samples,
 )
-from sparrow_sglang.mismatch.scores import TOP_K, DenseScores, SparseScores, recorded_scores
+from sparrow_sglang.mismatch.scores import (
+    TOP_K,
+    DenseScores,
+    SparseScores,
+    dense_scores,
+    recorded_scores,
+    scoring_request,
+)
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
 from sparrow_sglang.schedule import BudgetSchedule
+
+BATCH_TOKENS = 65536
+"""Sequences are sent in batches of up to this many tokens, to bound the server's queue."""
+
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+def score_dense(
+    target: Any,
+    sequences: Sequences,
+    top_k: int = TOP_K,
+    lora_path: str | None = None,
+    *,
+    api_key: str | None = None,
+) -> list[DenseScores]:
+    """Dense scores of each response after its prompt, at temperature 1.
+
+    `target` is an `sglang.Engine` or a server's base URL; `sequences` are pairs of prompt ids and
+    response ids, neither empty; `lora_path` names a loaded adapter, None the base model; `api_key`
+    is the server's --api-key, if it has one. Each call uses a prefix-cache namespace of its own, so
+    no cached KV, which sparse decode may have written, can enter the result; the cost is that the
+    prompts are prefilled again.
+
+    Raises:
+        ValueError: an empty prompt or response, or `top_k` below 1.
+        EndpointError: the server refuses a sequence (too long, for example) or is gone.
+    """
+    if top_k < 1:
+        raise ValueError(f"top_k={top_k}: expected 1 or more")
+    for index, (prompt, response) in enumerate(sequences):
+        if not len(prompt) or not len(response):
+            raise ValueError(
+                f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response tokens:"
+                " expected at least one of each"
+            )
+    endpoint = connect(target, api_key)
+    namespace = f"sparrow-dense-{uuid.uuid4().hex}"
+    scores = []
+    for batch in _batches(sequences):
+        requests = [
+            scoring_request(prompt, response, top_k, namespace, lora_path)
+            for prompt, response in batch
+        ]
+        answers = endpoint.generate(requests)
+        scores += [
+            dense_scores(answer, response)
+            for answer, (_, response) in zip(answers, batch, strict=True)
+        ]
+    return scores
+
+
+def _batches(sequences: Sequences) -> Iterator[Sequences]:
+    """Consecutive sequences of at most BATCH_TOKENS tokens together, or one longer sequence."""
+    start = tokens = 0
+    for index, (prompt, response) in enumerate(sequences):
+        length = len(prompt) + len(response)
+        if index > start and tokens + length > BATCH_TOKENS:
+            yield sequences[start:index]
+            start, tokens = index, 0
+        tokens += length
+    if start < len(sequences):
+        yield sequences[start:]
 
 
 @dataclass(frozen=True)

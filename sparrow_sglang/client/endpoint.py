@@ -1,7 +1,4 @@
-"""One interface to a running SGLang: an `sglang.Engine` in this process or a server's URL.
-
-In: requests as dicts of SGLang's `GenerateReqInput` fields. Out: SGLang's output dicts, in order.
-"""
+"""One interface to a running SGLang: an `sglang.Engine` in this process or a server's URL."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence

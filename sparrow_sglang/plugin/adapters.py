@@ -1,8 +1,4 @@
-"""Server side of pushing an adapter: check it, then replace the adapter of the same name.
-
-In: the factors and the config of a LoRA adapter, as PEFT names them. Out: the adapter, loaded by
-SGLang under that name; the prefix cache holds no KV of the former adapter.
-"""
+"""Server side of pushing an adapter: check it, then replace the adapter of the same name."""
 
 import asyncio
 import base64
@@ -140,7 +136,7 @@ async def _replace(
         loaded = await manager.load_lora_adapter_from_tensors(request, None)
         if not loaded.success:
             raise ControlError(str(loaded.error_message))
-        # SGLang reports the result of one tensor-parallel rank only (0.5.17).
+        # SGLang reports the result of one tensor-parallel rank only.
         await call_schedulers(manager, _LOADED, {"lora_id": request.lora_id})
     except ControlError as error:
         await _drop(manager, name, request.lora_id)

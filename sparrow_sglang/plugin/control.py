@@ -1,4 +1,4 @@
-"""Server side of run-time control: switch the schedule, check landmarks.
+"""Server side of run-time control: switch the schedule, check landmarks, measure rotary pairs.
 
 Calls are coroutines in `ServerState.calls`. Those that `sparrow_sglang.plugin.routes` lists have
 the HTTP route /sparrow/<name>.
@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
-from sparrow_sglang.plugin.pair_calls import pairs
 from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.scheduler_calls import (
@@ -23,6 +24,7 @@ from sparrow_sglang.plugin.scheduler_calls import (
     RanksDisagreeError,
     call_schedulers,
     drained,
+    gather_tp,
     idle,
     rank_name,
     scheduler_rpc,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 _CALL = "schedule"
 _CHECK = "landmarks"
+_PAIRS = "pairs"
 
 
 def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
@@ -235,3 +238,54 @@ def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSch
         f" schedule as a JSON object, {DENSE!r}, fixed-<tokens>, {first.name}, with which the"
         f" server was started, or a shipped name, such as {', '.join(nearest)}"
     )
+
+
+async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None) -> dict[str, Any]:
+    """Start measuring with landmarks of `landmark_tokens`; if None, end it and return the sums.
+
+    Returns:
+        `layers`: rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`;
+        empty from the call that starts.
+
+    Raises:
+        ControlError: there is nothing to read, as no measurement was started.
+    """
+    fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
+    replicas = [a["layers"] for a in (await call_schedulers(manager, _PAIRS, fields)).values()]
+    return {
+        "layers": {
+            layer: np.sum([replica[layer] for replica in replicas], 0).tolist()
+            for layer in replicas[0]
+        }
+    }
+
+
+@scheduler_rpc(_PAIRS)
+def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from sparrow_sglang.attention_backends.backend import sparrow_backend
+    from sparrow_sglang.attention_backends.pair_variance import PairVariances
+
+    backend = sparrow_backend(scheduler.tp_worker.model_runner)
+    req_to_token = scheduler.req_to_token_pool.req_to_token
+    if fields:
+        backend.pair_variances = PairVariances(fields["landmark_tokens"], req_to_token)
+        return {"layers": {}}
+    measured, backend.pair_variances = backend.pair_variances, None
+    if measured is None:
+        raise ControlError("rotary pairs are not measured: expected a call with landmark_tokens")
+    if req_to_token.is_cuda:
+        # The last forward pass may still run, on another stream.
+        torch.cuda.synchronize(req_to_token.device)
+    local = {layer: sums.cpu().numpy() for layer, sums in sorted(measured.sums.items())}
+    gathered = gather_tp(scheduler, (backend.kv_heads, local))
+    # A KV head's query heads may lie on several ranks.
+    num_heads = max(heads.stop for heads, _ in gathered)
+    layers = {}
+    for layer, rows in local.items():
+        total = np.zeros((num_heads, rows.shape[1]))
+        for heads, sums in gathered:
+            total[heads.start : heads.stop] += sums[layer]
+        layers[str(layer)] = total.tolist()
+    return {"layers": layers}

@@ -37,10 +37,7 @@ Place = tuple[int, int]
 def remember_places(
     forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook: note which slots the requests of a prefill record into or are compared with.
-
-    Checked with 0.5.17; see `scheduler_hooks.remember_options`.
-    """
+    """AFTER hook: note which slots the requests of a prefill record into or are compared with."""
     if not _records() or not forward_batch.forward_mode.is_extend():
         return
     model = batch.model_config
@@ -68,8 +65,8 @@ def keep_or_compare(
 ) -> "LogitsProcessorOutput":
     """AROUND hook: keep or compare last hidden states, where every forward pass has them.
 
-    Checked with 0.5.17, where decode passes run through here while their CUDA graph is captured,
-    after warm-up passes, and `customized_info` has one entry per request.
+    Decode passes run through here while their CUDA graph is captured, after warm-up passes;
+    `customized_info` has one entry per request.
     """
     if not _records():
         return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)

@@ -1,7 +1,4 @@
-"""Properties of a loaded model's attention layers that sparse decode would compute wrongly.
-
-In: SGLang's model runner, only read. Out: one sentence per problem.
-"""
+"""Properties of a loaded model's attention layers that sparse decode would compute wrongly."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-# Attributes of SGLang's RadixAttention (0.5.17) that sparse decode takes into account, or that do
+# Attributes of SGLang's RadixAttention that sparse decode takes into account, or that do
 # not affect the arithmetic: logit_capping_method says how a logit_cap is applied, which is refused;
 # quant_method creates the scales, which are checked below.
 LAYER_KNOWN = frozenset(
@@ -106,7 +103,7 @@ def _odd_attributes(layer: Any, window: int | None, scaled_kv: bool) -> Iterator
             yield name, value
     kv_scales = [*LAYER_KV_SCALES, *LAYER_KV_SCALES.values()]
     for name in LAYER_SCALES if scaled_kv else (*kv_scales, *LAYER_SCALES):
-        # `_scale` takes absent ones as 1: some exist only from 0.5.17 on.
+        # `_scale` takes absent ones as 1: older versions lack some.
         if (value := _scale(layer, name)) != 1.0:
             yield name, value
     for divisor, factor in LAYER_KV_SCALES.items() if scaled_kv else ():

@@ -1,7 +1,6 @@
-"""Arguments and models that the backend refuses, because it would decode wrongly, and why.
+"""Arguments and models that the backend refuses, because it would decode wrongly.
 
-In: SGLang's ServerArgs, its ModelConfig, its model runner; all are only read. Out: one sentence per
-problem, naming field, value, reason and remedy.
+One sentence per problem names field, value, reason and remedy.
 """
 
 import os
@@ -62,7 +61,7 @@ _LINEAR_MODELS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_LINEAR_SGLANG = ("0.5.17", "0.5.23")
+_LINEAR_SGLANG = "0.5.23"
 
 
 class UnsupportedError(InputError):
@@ -304,9 +303,8 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
             or model_config.attention_chunk_size is not None
             or ((hybrid is not None or LINEAR in kinds) and not is_linear)
         ),
-        f"linear attention in SGLang {installed_version()}: fitted to"
-        f" {' and '.join(_LINEAR_SGLANG)}": (
-            is_linear and installed_version() not in _LINEAR_SGLANG
+        f"linear attention in SGLang {installed_version()}: fitted to {_LINEAR_SGLANG}": (
+            is_linear and installed_version() != _LINEAR_SGLANG
         ),
         "linear attention on a CPU: SGLang has only GPU kernels for it, which TRITON_INTERPRET=1"
         " would interpret far too slowly": is_linear and _lacks_triton(),

@@ -1,9 +1,8 @@
 """Hooks of the launching process that check each request and report the KV read in its answer.
 
-In: requests as SGLang 0.5.17 has them there, and their answers. Out: a `RequestOption` each, or an
-error that names the field, its value and what is allowed. SGLang answers such an error with HTTP
-400; without the check it would answer with HTTP 500, or its scheduler would end. The KV read is
-computed from the token counts in the answers, so the schedulers do nothing for it.
+SGLang answers their errors with HTTP 400; without the checks it would answer with HTTP 500, or its
+scheduler would end. The KV read is computed from the token counts in the answers, so the schedulers
+do nothing for it.
 """
 
 import json
@@ -46,10 +45,8 @@ def wrap_generate_request(
 ) -> Any:
     """AROUND hook: turn errors of a wrong request into ValueErrors; add `meta_info["sparrow"]`.
 
-    The entry is added only if the request asks for it.
-
-    Checked with 0.5.17, where all requests, of `Engine.generate` and of every route, pass through
-    `generate_request`, and a ValueError becomes HTTP 400 but other errors HTTP 500.
+    The entry is added only if the request asks for it. All requests, of `Engine.generate` and of
+    every route, pass through `generate_request`.
     """
     answers = original(manager, request, *args, **kw)
     return answers if server_state(manager) is None else _wrapped_answers(answers, request)
@@ -61,9 +58,7 @@ def check_request(
     """AFTER hook: refuse a request that asks for something this server does not have.
 
     Stores the request's option, which stays valid: from here until the request is finished the
-    schedule cannot be switched.
-
-    Checked with 0.5.17, where every part of a request passes through `_create_tokenized_object`.
+    schedule cannot be switched. Every part of a request passes through `_create_tokenized_object`.
 
     Raises:
         RequestError: see `RequestOption.read` and `require_servable`.
@@ -104,7 +99,7 @@ def report_in_response(
 ) -> None:
     """AFTER hook: add `metadata["sparrow"]` to a completion, beside the weight version.
 
-    Checked with 0.5.17, where `metadata` is a dict that SGLang fills. An error response has none.
+    An error response has no metadata.
     """
     usages = [answer["meta_info"].get(KEY) for answer in answers]
     if any(usages) and getattr(response, "metadata", None) is not None:
@@ -114,10 +109,7 @@ def report_in_response(
 def report_in_stream(
     original: Callable[..., AsyncIterator[str]], serving: Any, adapted: Any, *args: Any, **kw: Any
 ) -> AsyncIterator[str]:
-    """AROUND hook: add one more chunk at the end of a stream, with the same `metadata`.
-
-    Checked with 0.5.17, where a stream consists of whole server-sent events.
-    """
+    """AROUND hook: add one more chunk at the end of a stream, with the same `metadata`."""
     events = original(serving, adapted, *args, **kw)
     if server_state(serving.tokenizer_manager) is None:
         return events

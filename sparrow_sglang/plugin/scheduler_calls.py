@@ -1,7 +1,4 @@
-"""Calls from the launching process to every scheduler, over SGLang's control messages.
-
-In: the name of a call and JSON fields. Out: one JSON answer per data-parallel rank, or refusals.
-"""
+"""Calls from the launching process to every scheduler, over SGLang's control messages."""
 
 import asyncio
 import reprlib

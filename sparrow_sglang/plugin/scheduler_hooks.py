@@ -39,9 +39,8 @@ def remember_options(
     Also announces decode batches to the guard, which refuses those that bypass the backend.
 
     A step that is replayed from a CUDA graph knows of a request only its row in the token table.
-    The row is assigned before the first prefill pass, also after a retraction.
-
-    Checked with 0.5.17, where `init_new` runs on the stream of the forward pass that it prepares.
+    The row is assigned before the first prefill pass, also after a retraction. `init_new` runs on
+    the stream of the forward pass that it prepares.
     """
     if PROCESS.scheduler is None:
         _require_another_backend(model_runner)
@@ -103,7 +102,7 @@ def keep_sparse_kv_private(
     prompt's pages enter the tree after prefill, and stay; if the request ends at its prefill, this
     hook inserts them. Lossless decoding leaves dense KV only, which may enter.
 
-    Checked with 0.5.17. Other ways into the tree: `cache_unfinished_req` runs after prefill only,
+    Other ways into the tree: `cache_unfinished_req` runs after prefill only,
     over tokens that were prefilled (re-prefilled ones of a retracted request included); retraction
     and aborted chunks pass is_insert=False; `strip_thinking_cache` inserts less; streaming
     sessions, HiCache, disaggregation, diffusion models are refused at start-up.
@@ -123,7 +122,7 @@ def keep_sparse_kv_private(
 def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     """Put the whole pages of what was prefilled into the prefix tree, unless they are in it.
 
-    SGLang 0.5.17 does so after prefill unless the request has finished there. Under the overlap
+    SGLang does so after prefill unless the request has finished there. Under the overlap
     scheduler such a request counts as decoded, as its first decode step has been launched already.
     """
     kv, prefilled = sglang_versions.kv_of(req), sglang_versions.prefilled_tokens(req)
@@ -144,7 +143,7 @@ def reserve_landmarks(
 ) -> int | None:
     """AFTER hook: the KV pool takes all memory it may, so count a token's share of landmarks too.
 
-    Checked with 0.5.17, where the result is the size of one token in the KV pool, in bytes.
+    The result is the size of one token in the KV pool, in bytes.
     """
     if not uses_sparrow(kvc.server_args):
         return None
@@ -156,8 +155,8 @@ def reserve_landmarks_beside_windows(
 ) -> None:
     """AFTER hook: as `reserve_landmarks`, where SGLang has a pool for sliding windows and another.
 
-    Checked with 0.5.17, where the pools are sized by the two byte counts per token that are changed
-    here: one per layer that keeps the whole KV, and one over all layers.
+    The pools are sized by the two byte counts per token that are changed here: one per layer that
+    keeps the whole KV, and one over all layers.
     """
     if not uses_sparrow(kvc.server_args):
         return
@@ -192,7 +191,7 @@ def reserve_decode_buffers(
     They grow with the largest batch times the longest sequence: half a GiB for 512 requests of 256K
     tokens and 8 KV heads. The size is an upper limit, as the number of requests is not known yet.
 
-    Checked with 0.5.17, where the result is the GPU memory that the KV pool may take, in bytes.
+    The result is the GPU memory that the KV pool may take, in bytes.
     """
     if kvc.device != "cuda" or not uses_sparrow(kvc.server_args):
         return None

@@ -263,7 +263,7 @@ def _check_model_config(cls: Any) -> None:
             previous(server_args)
 
         return
-    # Until 0.5.17.
+    # Until 0.5.15.
     _pass_for_one_with_sinks(cls, "_resolved_attention_backends")
 
     @functools.wraps(original)

@@ -11,8 +11,9 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ import pytest
 from adapted_models import RANK, save_adapter, save_model_of_words, words
 from fuzz import cases, changed, damaged, odd_value
 from servers import start_server
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.errors import InputError
@@ -79,6 +80,22 @@ REQUEST_FIELDS = sorted(
     - {"video_data", "http_worker_ipc"}
 )  # fmt: skip
 SAMPLING_FIELDS = sorted({*SamplingParams.__struct_fields__} - {"max_new_tokens"})
+SESSION_FIELDS = getattr(SessionParams, "__struct_fields__", ("id", "rid", "offset", "replace"))
+CUSTOM = ("sampling_params", "custom_params")
+FIELD_PATHS: list[tuple[str, ...]] = [
+    *((name,) for name in REQUEST_FIELDS),
+    *(("sampling_params", name) for name in SAMPLING_FIELDS),
+    *(("session_params", name) for name in SESSION_FIELDS),
+    *((*CUSTOM, name) for name in ("sparrow", "sparrow_audited", "sparrow_record", "other")),
+    *((*CUSTOM, "sparrow", name) for name in ("dense", "kv_budget_tokens", "report")),
+    *(("sampling_params", "logit_bias", name) for name in ("5", "-1", "a")),
+    ("kv_hints", "a"),
+    ("positional_embed_overrides", "embeds"),
+]
+JSON_VALUES: list[Any] = [
+    *(None, True, 0, -1, 2**40, 1.5, "", "a", "0"),
+    *([], [0], [-1], ["a"], [None], [[0]], [{}], {}, {"a": 0}, {"0": [1.5]}),
+]
 LONG = {"input_ids": [5] * 40, "rid": "long",
         "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}  # fmt: skip
 TAGS: list[Any] = [{}, {"tags": ["kv_cache"]}, {"tags": ["weights"]}, {"tags": ["nothing"]}]
@@ -236,10 +253,16 @@ class Live:
         return self.sent("/sparrow/adapter", body, draw)
 
     def any_field(self, draw: random.Random) -> str | None:
-        """Odd values in any field of a request or its sampling parameters."""
-        sampling = changed(draw, {"max_new_tokens": 2, "ignore_eos": True}, SAMPLING_FIELDS)
-        body = {"input_ids": [5] * 40, "sampling_params": sampling, "return_logprob": True}
-        body = changed(draw, body, REQUEST_FIELDS)
+        """Values of each JSON type in each field of a request, also of those inside others."""
+        body: dict[str, Any] = {"input_ids": [5] * 40, "return_logprob": True}
+        body["sampling_params"] = {"max_new_tokens": 2, "ignore_eos": True}
+        for _ in range(draw.choice([1, 1, 2])):
+            *parents, name = draw.choice(FIELD_PATHS)
+            place = body
+            for parent in parents:
+                inside = place.get(parent)
+                place[parent] = place = inside if isinstance(inside, dict) else {}
+            place[name] = draw.choice(JSON_VALUES) if draw.random() < 0.7 else odd_value(draw)
         parameters = body.get("sampling_params")
         if isinstance(parameters, dict) and not _is_short(parameters.get("max_new_tokens")):
             parameters["max_new_tokens"] = 2
@@ -247,6 +270,33 @@ class Live:
         if answer.status_code not in (200, 400):
             return f"{answer.status_code} {answer.text[:300]} to {json.dumps(body)[:600]}"
         return self.serves()
+
+    @contextmanager
+    def others(self) -> Iterator[list[str]]:
+        """Two clients generate within this context; what is wrong with their answers."""
+        problems: list[str] = []
+        is_over = Event()
+
+        def generate() -> None:
+            sampling = {"max_new_tokens": 40, "ignore_eos": True}
+            while not is_over.is_set():
+                answer = self._post(
+                    "/generate", {"input_ids": [7] * 90, "sampling_params": sampling}
+                )
+                if answer.status_code != 200:
+                    problems.append(answer.text[:300])
+                elif answer.json()["meta_info"]["completion_tokens"] != 40:
+                    problems.append(str(answer.json()["meta_info"]))
+
+        threads = [Thread(target=generate) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield problems
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
 
     def control(self, draw: random.Random) -> str | None:
         """Control calls in any order, with a request under way or none."""
@@ -326,6 +376,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             lora_target_modules=list(MODULES),
             max_loras_per_batch=2,
             lora_backend="torch_native",
+            sparrow_audit_rate=1.0,
             # At lower levels the server logs each bad request.
             log_level="critical",
         ) as url:
@@ -336,5 +387,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     "kind", ["request", "schedule_route", "adapter_route", "any_field", "control"]
 )
 def test_a_live_server(kind: str, live: Live) -> None:
-    require_none(kind, getattr(live, kind))
+    # Control calls abort the requests of all clients.
+    with live.others() if kind != "control" else nullcontext([]) as problems:
+        require_none(kind, getattr(live, kind))
+    assert problems == []
     assert live.http.get("/health_generate").status_code == 200

@@ -10,8 +10,8 @@ from ports import free_port
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang import measure_acceptance
+from sparrow_sglang.client.acceptance import score_dense
 from sparrow_sglang.client.endpoint import EndpointError, connect
-from sparrow_sglang.client.scoring import score_dense
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.mismatch.scores import (
     SparseScores,

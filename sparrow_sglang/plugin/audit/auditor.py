@@ -1,8 +1,6 @@
 """The audit of a running server: some finished requests are scored again densely on that server.
 
-In: requests on their way to the scheduler and its answers on their way back, in the process that
-holds SGLang's TokenizerManager. Out: rows in the mismatch log, statistics in the report. Users get
-the same answers as without the audit.
+Runs in the process that holds SGLang's TokenizerManager. Users get the same answers as without it.
 
 `recorded.skip_reason` says which requests cannot be audited; they are counted by the reason.
 """

@@ -1,8 +1,4 @@
-"""Which requests an audit takes, and what it keeps of them until they are scored.
-
-In: tokenised requests, and the scheduler's answers to them. Out: per audited request the tokens and
-the log-probs that the sampler saw; the numbers of requests and tokens held are bounded.
-"""
+"""Which requests an audit takes, and what it keeps of them until they are scored."""
 
 from array import array
 from collections import Counter, deque

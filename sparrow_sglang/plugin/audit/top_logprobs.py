@@ -1,8 +1,4 @@
-"""Top-k lists of the requests that an audit records, as the scheduler computes them.
-
-In: log-probs of a batch, at each request's temperature. Out: lists of those rows alone that want
-one, and with each list of an audited row what turns it into log-probs at temperature 1.
-"""
+"""Top-k lists of the requests that an audit records, as the scheduler computes them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,8 +22,8 @@ def remember_temperatures(
 ) -> None:
     """AFTER hook: note at which temperatures the audited requests of a batch are sampled.
 
-    Checked with 0.5.17 and 0.5.23, which sample a batch before they prepare another one, and do
-    not divide logits by the temperature where all requests are greedy.
+    SGLang samples a batch before it prepares another one, and does not divide logits by the
+    temperature where all requests are greedy.
     """
     state = PROCESS.scheduler
     if state is None or not state.audited or not batch.return_logprob:
@@ -65,9 +61,9 @@ def top_logprobs_of_some(
 ) -> tuple[list[Any], list[Any]]:
     """AROUND hook: search and copy only the rows [V] of `logprobs` [B, V] that want a top-k list.
 
-    Checked with 0.5.17 and 0.5.23, which sort every row if one of them wants a list, and then copy
-    two tensors per row to the host; for one audited request among 256 that takes longer than the
-    audit itself. The other rows get empty arrays, as the scheduler calls `tolist()` on them.
+    SGLang sorts every row if one of them wants a list, and then copies two tensors per row to the
+    host; for one audited request among 256 that takes longer than the audit itself. The other rows
+    get empty arrays, as the scheduler calls `tolist()` on them.
 
     Audited rows at a temperature T other than 1 get one entry more, see `add_normaliser`.
     """

@@ -1,7 +1,6 @@
 """Hooks for SGLang on a machine without an accelerator.
 
-In: calls that would launch Triton or AMX kernels, ask for pinned memory or need a C++ compiler.
-Out: the same in plain torch. `sparrow_sglang.plugin.hooks` lists the target of each function.
+`sparrow_sglang.plugin.hooks` lists the target of each function.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +30,7 @@ class _WithoutPinnedMemory(TorchFunctionMode):
 
 
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook: LoRA asks for pinned memory unconditionally (0.5.17 and 0.5.23)."""
+    """AROUND hook: LoRA asks for pinned memory unconditionally."""
     with _WithoutPinnedMemory():
         return original(*args, **kwargs)
 
@@ -72,8 +71,7 @@ def no_triton(backend: str) -> bool:
 def last_locations(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
-    """REPLACE hook: SGLang uses its torch version only for two backends, by name (0.5.17 and
-    0.5.23)."""
+    """REPLACE hook: SGLang uses its torch version only for two backends, by name."""
     return last_locations_in_torch()(req_to_token, req_pool_indices, prefix_lens)
 
 
@@ -98,14 +96,14 @@ def without_copies(pool: Any) -> None:
 
 
 def no_binding(*args: Any, **kwargs: Any) -> None:
-    """REPLACE hook: SGLang requires one NUMA node per rank, to bind its AMX kernels (0.5.17)."""
+    """REPLACE hook: SGLang requires one NUMA node per rank, to bind its AMX kernels."""
 
 
 def prepare_rank(*, tp_size: int | None = None, **kwargs: Any) -> None:
-    """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always (0.5.17).
+    """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always.
 
     Also turns compilation off: SGLang would compile gpt-oss's experts and llguidance's mask
-    whatever the platform says (0.5.17), which needs a C++ compiler, and up to half a minute at the
+    whatever the platform says, which needs a C++ compiler, and up to half a minute at the
     first request.
     """
     torch.compiler.set_stance("force_eager")

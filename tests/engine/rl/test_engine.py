@@ -24,7 +24,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.client.scoring import score_dense
+from sparrow_sglang.client.acceptance import score_dense
 from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
