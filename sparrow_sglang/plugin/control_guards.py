@@ -124,20 +124,19 @@ async def end_weight_update(call: Call, manager: Any, state: ServerState, reques
 
 @_hook
 async def release_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Refuse to release memory that requests use, or that is released already.
+    """Release memory once no request uses it; refuse as long as requests run.
 
-    A request without tags means all memory. Requests that arrive meanwhile wait. `check_request`
-    refuses requests until the memory is back.
+    Requests that arrive meanwhile wait. `check_request` refuses requests until the memory is back.
     """
     tags = _tags(request)
     async with _without_scores(state):
-        if manager.server_args.enable_memory_saver and tags & state.released:
-            raise ControlError(f"{_listed(tags & state.released)} is released already")
         if not manager.is_pause and await manager.model_update_lock.is_locked():
             raise ControlError("memory was not released: requests are running; let them finish")
         async with drained(manager, "a release of memory") as wait_s:
-            if not await is_idle(manager, wait_s, retracted=True):
-                raise ControlError("memory was not released: requests hold KV; let them finish")
+            if tags & state.released or not await is_idle(manager, wait_s, retracted=True):
+                raise ControlError(
+                    f"requests hold KV, or one of {sorted(tags)} is released already"
+                )
             answer = await call()
             state.released |= tags
     return answer
@@ -147,11 +146,8 @@ async def release_memory(call: Call, manager: Any, state: ServerState, request: 
 async def resume_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """Refuse to resume memory that is not released."""
     tags = _tags(request)
-    if missing := tags - state.released:
-        raise ControlError(
-            f"{_listed(missing)} is not released; expected tags of what is:"
-            f" {_listed(state.released) or 'nothing'}"
-        )
+    if missing := sorted(tags - state.released):
+        raise ControlError(f"tags={missing}: not released; expected of {sorted(state.released)}")
     answer = await call()
     state.released -= tags
     return answer
@@ -199,13 +195,4 @@ async def _update_problem(manager: Any, state: ServerState, request: Any) -> str
 def _tags(request: Any) -> set[str]:
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
-    tags = set(request.tags or GPU_MEMORY_ALL_TYPES)
-    if unknown := tags - set(GPU_MEMORY_ALL_TYPES):
-        raise ControlError(
-            f"tags={sorted(unknown)}: expected some of {_listed(set(GPU_MEMORY_ALL_TYPES))}"
-        )
-    return tags
-
-
-def _listed(tags: set[str]) -> str:
-    return ", ".join(sorted(tags))
+    return set(request.tags or GPU_MEMORY_ALL_TYPES)

@@ -125,13 +125,13 @@ def test_dense_decode_and_back(engine, assert_decoded_by, sharp_llama):
 
 
 def test_a_schedule_of_another_model_is_reported_to_the_caller(engine):
-    with pytest.warns(UserWarning, match="qwen3-4b-0.80 is calibrated for .*, not for this model"):
+    with pytest.warns(UserWarning, match="qwen3-4b-0.80"):
         set_schedule(engine, "qwen3-4b-0.80")
     assert get_schedule(engine).name == "qwen3-4b-0.80"
 
 
 def test_an_engine_without_lora_says_so(engine):
-    with pytest.raises(EndpointError, match="LoRA is off: start the server with --enable-lora"):
+    with pytest.raises(EndpointError, match="--enable-lora"):
         push_adapter(engine, "mine", {"x": torch.zeros(1)}, {"r": 1})
 
 

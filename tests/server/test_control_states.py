@@ -95,16 +95,13 @@ def refused(client: httpx.Client, route: str, body: dict[str, Any]) -> str:
 def test_memory_that_is_not_released_or_in_use(client: httpx.Client) -> None:
     said = refused(client, "/resume_memory_occupation", {})
     assert "not released" in said
-    unknown = {"tags": ["nothing"]}
-    said = refused(client, "/release_memory_occupation", unknown)
-    assert "tags=['nothing']" in said
     with in_flight(client):
         assert "requests are running" in refused(client, "/release_memory_occupation", {})
     tags = {"tags": ["kv_cache"]}
     assert client.post("/release_memory_occupation", json=tags).status_code == 200
     said = refused(client, "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING})
     assert "memory is released (kv_cache)" in said
-    assert "weights is not released" in refused(client, "/resume_memory_occupation", {})
+    assert "weights" in refused(client, "/resume_memory_occupation", {})
     assert client.post("/resume_memory_occupation", json=tags).status_code == 200
 
 

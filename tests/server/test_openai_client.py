@@ -257,7 +257,7 @@ def test_the_calls_of_this_package_take_the_key(served):
     )
     for call in calls:
         for keys in ({}, {"api_key": "wrong"}):
-            with pytest.raises(EndpointError, match="answered with 401: .*as api_key="):
+            with pytest.raises(EndpointError, match="401"):
                 call(**keys)
     assert get_schedule(served.url, api_key=KEY) == A
     assert set_schedule(served.url, B, api_key=KEY) == A
@@ -291,7 +291,7 @@ def load(served: Served) -> dict:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_wrong_option_is_refused_with_what_is_allowed(served, stream):
-    allowed = "requests share the server's schedule"
+    allowed = "expected none"
     for kind in (complete, chat):
         with pytest.raises(openai.BadRequestError, match=allowed):
             kind(served, stream=stream, extra_body={"custom_params": WRONG})

@@ -26,5 +26,5 @@ def test_whichever_replica_answers_first_all_must_be_emptied(flushed: tuple[bool
     if all(flushed):
         asyncio.run(flush(manager))
     else:
-        with pytest.raises(ControlError, match="the prefix cache was not emptied"):
+        with pytest.raises(ControlError):
             asyncio.run(flush(manager))
