@@ -179,7 +179,7 @@ def test_sparrow_serve_says_when_it_is_ready_and_ends_by_ctrl_c(sharp_llama, by_
             assert time.monotonic() < deadline, logged
             time.sleep(0.1)
             logged += capfd.readouterr().err
-        assert f"ready on {url}, {START_UP} fixed-64" in logged
+        assert f"ready on {url}" in logged and "fixed-64" in logged
         [server] = set(multiprocessing.active_children()) - others
         os.killpg(server.pid, signal.SIGINT)
         server.join(120)
