@@ -112,7 +112,8 @@ def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> N
         raise RequestError("input_ids=[]: expected one token or more in every prompt")
     ranges = _ranges(len(prompt or ()), vocab_size)
     parameters = request.sampling_params
-    for part in (request, parameters):
+    session = getattr(request, "session_params", None)
+    for part in (request, parameters, *([] if session is None else [session])):
         for name, hint in _hints(part.__class__).items():
             value = getattr(part, name)
             if value is not None:

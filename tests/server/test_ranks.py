@@ -11,6 +11,7 @@ from adapted_models import save_adapter
 from engines import (
     RULE,
     RULED,
+    import_for_fork,
     random_prompt,
     save_tiny_model,
     start_engine,
@@ -52,6 +53,8 @@ def failing() -> Iterator[None]:
     """
     from sglang.srt.lora.lora_manager import LoRAManager
 
+    # Hooks stay beneath what is patched here, and outlive it.
+    import_for_fork()
     load = control._load
 
     def failing_load(scheduler: Any, schedule: Any) -> None:
