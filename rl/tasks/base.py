@@ -6,13 +6,11 @@ a list of chat messages; "id" is optional. The other fields depend on the task.
 
 import json
 import logging
-import math
 import random
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,23 +19,29 @@ import jinja2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import quoted, relative_note
+from sparrow_sglang.json_values import relative_note
 from sparrow_sglang.rl.config import TaskSource
-from sparrow_sglang.rl.tasks.formats import KINDS, is_hub, read_example, read_rows
+from sparrow_sglang.rl.tasks.formats import (
+    KINDS,
+    Message,
+    is_hub,
+    messages_of,
+    read_example,
+    read_rows,
+    value_at,
+)
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, unknown_key
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, str]
 # Chat messages -> token ids of the prompt, ready for the assistant's turn.
 Render = Callable[[Sequence[Message]], tuple[int, ...]]
 # Fields of one example -> `Prompt.payload`. Raises `ValueError` that says what is allowed.
 ReadPayload = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 Kind = Literal["math", "code"]
-_MESSAGES_AS_JSON = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 # Fields of an example; the third is what a response is judged by.
 _FIELDS: dict[Kind, tuple[str, ...]] = {
     "math": ("prompt", "id", "answer"),
@@ -257,7 +261,7 @@ class _File:
                 if example is None:
                     self._others += 1
                     continue
-                messages = _messages(example, self._options)
+                messages = messages_of(example, self._options.instruction, self._options.system)
                 text = json.dumps(messages)
                 if text in seen and self._config.duplicates == "merge":
                     self._repeated += 1
@@ -291,7 +295,7 @@ class _File:
 
     def _example(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The fields of a row, None if it is of the other kind."""
-        given = {field: _column(row, field, name) for field, name in self._config.columns.items()}
+        given = {field: value_at(row, field, name) for field, name in self._config.columns.items()}
         if self._kind is None:
             return {**row, **given}
         if {"prompt", _FIELDS[self._kind][2]} <= {**row, **given}.keys() and given:
@@ -315,57 +319,3 @@ class _File:
             raise InputError(
                 f"{self._path}: holds no examples{others}; expected one JSON object per line or row"
             )
-
-
-def _column(row: Mapping[str, Any], field: str, column: str) -> Any:
-    """The value at the dotted path `column`; raises `ValueError` if there is none."""
-    value: Any = row
-    for name in column.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
-            raise ValueError(
-                f"task.columns.{field}={column!r}: there is no {name!r}; found {there or 'none'}"
-            )
-        value = value[name]
-    return value
-
-
-def _messages(example: Mapping[str, Any], options: FileOptions) -> list[Message]:
-    prompt = require(example, "prompt", (str, list), "a string or a list of chat messages")
-    if isinstance(prompt, str) and _MESSAGES_AS_JSON.match(prompt):
-        with suppress(ValueError):
-            prompt = json.loads(prompt)
-    if isinstance(prompt, str):
-        system = [{"role": "system", "content": options.system}] if options.system else []
-        text = f"{prompt}\n{options.instruction}" if options.instruction else prompt
-        return [*system, {"role": "user", "content": text}]
-    messages: list[Message] = []
-    for message in prompt:
-        fields = isinstance(message, dict) and [message.get("role"), message.get("content")]
-        if fields == [None, None] or message is None:
-            # Parquet pads messages with fields of others, and lists with nothing.
-            continue
-        if not fields or not all(isinstance(field, str) for field in fields):
-            raise ValueError(
-                f"prompt holds {quoted(message)}: expected messages with the strings role and"
-                " content"
-            )
-        messages.append({name: value for name, value in message.items() if value is not None})
-    if not messages:
-        raise ValueError(f"prompt={quoted(prompt)}: expected a string or a list of chat messages")
-    return messages
-
-
-def require(example: Mapping[str, Any], field: str, kinds: tuple[type, ...], expected: str) -> Any:
-    """A field that must be there and not be empty; raises `ValueError` saying what is expected."""
-    if field not in example:
-        raise ValueError(
-            f"field {field!r} is missing: expected {expected}; found {', '.join(example) or 'none'}"
-        )
-    value = example[field]
-    empty = not value.strip() if isinstance(value, str) else value == []
-    # pandas writes a missing value as NaN.
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if not isinstance(value, kinds) or isinstance(value, bool) or empty or not finite:
-        raise ValueError(f"{field}={quoted(value)}: expected {expected}, not empty")
-    return value

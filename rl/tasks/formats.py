@@ -8,10 +8,12 @@ answers (Polaris, OpenR1, NuminaMath, GSM8K, MATH), and this project's own.
 import base64
 import io
 import json
+import math
 import pickle
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from sparrow_sglang.rl.tasks.answers import last_box
 KINDS = (".jsonl", ".parquet")
 _DATA_SET = re.compile(r"hf:(?P<name>[^:@]+)(:(?P<config>[^:@]+))?(@(?P<split>.+))?")
 
+_MESSAGES_AS_JSON = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
+
+Message = dict[str, str]
 Example = dict[str, Any]
 _QUESTIONS = ("problem", "question", "Problem", "Question", "question_content")
 _ANSWERS = ("answer", "final_answer", "Answer")
@@ -225,3 +230,60 @@ def _with_starter(row: Mapping[str, Any]) -> Any:
 
 def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def value_at(row: Mapping[str, Any], field: str, column: str) -> Any:
+    """The value at the dotted path `column`; raises `ValueError` if there is none."""
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
+            raise ValueError(
+                f"task.columns.{field}={column!r}: there is no {name!r}; found {there or 'none'}"
+            )
+        value = value[name]
+    return value
+
+
+def messages_of(
+    example: Mapping[str, Any], instruction: str = "", system: str | None = None
+) -> list[Message]:
+    """The prompt as chat messages; `instruction` and `system` are added to one that is a text."""
+    prompt = require(example, "prompt", (str, list), "a string or a list of chat messages")
+    if isinstance(prompt, str) and _MESSAGES_AS_JSON.match(prompt):
+        with suppress(ValueError):
+            prompt = json.loads(prompt)
+    if isinstance(prompt, str):
+        first = [{"role": "system", "content": system}] if system else []
+        text = f"{prompt}\n{instruction}" if instruction else prompt
+        return [*first, {"role": "user", "content": text}]
+    messages: list[Message] = []
+    for message in prompt:
+        fields = isinstance(message, dict) and [message.get("role"), message.get("content")]
+        if fields == [None, None] or message is None:
+            # Parquet pads messages with fields of others, and lists with nothing.
+            continue
+        if not fields or not all(isinstance(field, str) for field in fields):
+            raise ValueError(
+                f"prompt holds {quoted(message)}: expected messages with the strings role and"
+                " content"
+            )
+        messages.append({name: value for name, value in message.items() if value is not None})
+    if not messages:
+        raise ValueError(f"prompt={quoted(prompt)}: expected a string or a list of chat messages")
+    return messages
+
+
+def require(example: Mapping[str, Any], field: str, kinds: tuple[type, ...], expected: str) -> Any:
+    """A field that must be there and not be empty; raises `ValueError` saying what is expected."""
+    if field not in example:
+        raise ValueError(
+            f"field {field!r} is missing: expected {expected}; found {', '.join(example) or 'none'}"
+        )
+    value = example[field]
+    empty = not value.strip() if isinstance(value, str) else value == []
+    # pandas writes a missing value as NaN.
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, kinds) or isinstance(value, bool) or empty or not finite:
+        raise ValueError(f"{field}={quoted(value)}: expected {expected}, not empty")
+    return value

@@ -9,15 +9,9 @@ from typing import Any
 
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks.answers import conclusion, last_box
-from sparrow_sglang.rl.tasks.base import (
-    FileOptions,
-    Render,
-    Task,
-    load_files,
-    parse_options,
-    require,
-)
+from sparrow_sglang.rl.tasks.base import FileOptions, Render, Task, load_files, parse_options
 from sparrow_sglang.rl.tasks.equality import equal, library
+from sparrow_sglang.rl.tasks.formats import messages_of, require
 from sparrow_sglang.rl.types import Prompt
 
 # "the answer is ...", to the end of the sentence.
@@ -105,9 +99,7 @@ def _without_box(text: str) -> str:
 
 
 def _payload(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    prompt = example["prompt"]
-    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
     return {
         "answer": str(require(example, "answer", (str, int, float), "a number or a string")),
-        "question": "\n".join(str((message or {}).get("content") or "") for message in messages),
+        "question": "\n".join(message["content"] for message in messages_of(example)),
     }
