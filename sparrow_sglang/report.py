@@ -589,7 +589,9 @@ def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
             for row in of_step
             if (row["task"], row["prompt_id"]) == (of_step[0]["task"], of_step[0]["prompt_id"])
         ]
-        group.sort(key=lambda row: row["reward"], reverse=True)
+        # A reward that could not be computed is null.
+        group = [row for row in group if row["reward"] is not None] or group[:1]
+        group.sort(key=lambda row: row["reward"] or 0.0, reverse=True)
         for row in [group[0], group[-1]] if group[1:] else group:
             facts = [
                 f"Step {row['step']}",
@@ -601,7 +603,11 @@ def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
             ]
             if row.get("tail") is not None:
                 facts.append(f"tail {number(row['tail'])}")
-            yield ", ".join(facts), _shortened(row["prompt"], 1500), _shortened(row["text"], 3000)
+            yield (
+                ", ".join(facts),
+                _shortened(row.get("prompt", "–"), 1500),
+                _shortened(row["text"], 3000),
+            )
 
 
 def _shortened(text: str, most: int) -> str:

@@ -32,6 +32,10 @@ examples:
 
 A killed run resumes where it stopped when the command is repeated. Another --target takes a second,
 because the measurements are used again.
+
+These take minutes on a GPU and hours on a CPU. A first try on two cores, some ten minutes:
+  sparrow calibrate --rule published --engine-args '{"context_length": 1024}' --bin-tokens 512 \\
+    --budgets 128 256 512 --prompts-per-bin 12 --new-tokens 32 --min-tokens 200 --out try.json
 """
 
 

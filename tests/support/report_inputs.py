@@ -88,7 +88,8 @@ def write_run(folder: Path, steps: int) -> None:
 
 
 def responses(step: int) -> list[dict[str, Any]]:
-    """A group of three responses; the second has the highest reward, the last the lowest."""
+    """A group of four responses; the second has the highest reward, the third the lowest, and the
+    last one could not be scored."""
     return [
         {
             "task": "story",
@@ -102,7 +103,7 @@ def responses(step: int) -> list[dict[str, Any]]:
             "tail": None if sample else 0.875,
             "text": f"<b>{step}</b> " + "once upon a time " * 1000 * sample + "the end",
         }
-        for sample, reward in enumerate((0.5, 1.0, 0.0))
+        for sample, reward in enumerate((0.5, 1.0, 0.0, None))
     ]
 
 
