@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import ceil, gcd
 from typing import Any
 
+import numpy as np
+
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import MIN_CLUSTERS, TAIL_PERCENTILE, BinTail, TailStatistics
@@ -17,17 +19,20 @@ def bin_tails(
     generations: Sequence[Tokens],
     bin_tokens: int,
     page_size: int,
-    percentile: float = TAIL_PERCENTILE,
+    num_bins: int | None = None,
 ) -> dict[int, BinTail]:
-    """Tail of the acceptance rate per bin of the schedule, over the given tokens.
+    """Tail of the acceptance rate per bin, over the given tokens.
 
-    All generations of a prompt count as one cluster.
+    All generations of a prompt count as one cluster. With `num_bins`, those of a schedule, the last
+    bin has no end.
     """
     statistics = TailStatistics(bin_tokens)
     for tokens in generations:
         bins = bins_of_lengths(tokens.cached, bin_tokens, page_size)
+        if num_bins is not None:
+            bins = np.minimum(bins, num_bins - 1)
         statistics.add(tokens.prompt, bins, tokens.rates)
-    return {tail.bin: tail for tail in statistics.bins(percentile, CONFIDENCE)}
+    return {tail.bin: tail for tail in statistics.bins(TAIL_PERCENTILE, CONFIDENCE)}
 
 
 def shortage(tail: BinTail | None, min_tokens: int) -> str:

@@ -33,8 +33,9 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     """
     measured = job.work.by_schedule(job.samples)
     budgets = {s.schedule.name: s.schedule.budget_tokens[0] for s in job.samples}
+    num_bins = -(-job.context // job.bin_tokens)
     by_budget = {
-        budgets[name]: bin_tails(tokens, job.bin_tokens, job.page_size)
+        budgets[name]: bin_tails(tokens, job.bin_tokens, job.page_size, num_bins)
         for name, tokens in measured.items()
     }
     rule = job.rule

@@ -146,7 +146,7 @@ def test_no_filled_bin_and_wrong_targets_are_refused() -> None:
 
 
 def test_tokens_fall_into_the_bin_whose_budget_their_step_has() -> None:
-    schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=BIN, budget_tokens=(64,) * 9)
+    schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=BIN, budget_tokens=(64,) * 7)
     for cached in range(1, 8 * BIN):
         tokens = Tokens("a", np.array([cached]), np.array([0.5]))
-        assert list(bin_tails([tokens], BIN, 16)) == [schedule.bin_index(cached)], cached
+        assert list(bin_tails([tokens], BIN, 16, 7)) == [schedule.bin_index(cached)], cached
