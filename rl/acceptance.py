@@ -1,8 +1,4 @@
-"""Exact acceptance rates of some of a step's responses, and what is said of them.
-
-In: rates of tokens, and the responses that they are of. Out: tails and means under their public
-names, tails of responses, and counts for tests of whether a tail meets a target.
-"""
+"""Exact acceptance rates of some of a step's responses, and what is said of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

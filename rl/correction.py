@@ -1,8 +1,6 @@
 """How the loss corrects for tokens that were drawn by the sparse actor, not the dense policy.
 
-In: log-probs of the sampled tokens under the dense policy as it was when the batch began, and those
-that the sparse actor recorded. Out: one detached weight per token, multiplied into the loss after
-the clip. All corrections have one signature and are chosen by name.
+All corrections have one signature and are chosen by name.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,7 @@
 """DistillSparse: a LoRA adapter for rollouts only, trained towards the dense distribution.
 
-In: responses, and the policy whose distribution is the target. Out: an adapter of the sparse actor,
-either merged into the weights that the engine gets, or as unmerged LoRA. The dense policy never
-computes with it: it is disabled except inside `SparseAdapter.enabled`, and a step of the adapter
-leaves the policy's weights as they are (Algorithm 1 of arXiv:2606.08446).
+The dense policy never computes with it: it is disabled except inside `SparseAdapter.enabled`, and a
+step of the adapter leaves the policy's weights as they are (Algorithm 1 of arXiv:2606.08446).
 """
 
 from collections.abc import Iterator, Sequence

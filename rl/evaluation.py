@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.rl.config import EvaluationConfig
 from sparrow_sglang.rl.engines.responses import OnFinished
+from sparrow_sglang.rl.runs.log import Decode, response_rows
 from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed, Scores
 from sparrow_sglang.rl.types import Group, Prompt, Rewards, known_rewards
@@ -111,3 +113,12 @@ def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:
         # Exact integers: as floats the binomials overflow from about 1,030 responses on.
         rates.append(1 - Fraction(comb(n - c, k), comb(n, k)))
     return float(sum(rates) / len(rates))
+
+
+def evaluation_rows(evaluation: Evaluation, decode: Decode) -> list[dict[str, Any]]:
+    """A row for each response of an evaluation, with the name of its set, "" for a single one."""
+    scores = evaluation.scores
+    rows = response_rows(evaluation.groups, scores.rewards, scores.parts, decode)
+    per_group = zip(evaluation.sets, evaluation.groups, strict=True)
+    sets = (name for name, group in per_group for _ in group.rollouts)
+    return [{"set": name, **row} for name, row in zip(sets, rows, strict=True)]

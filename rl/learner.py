@@ -1,12 +1,11 @@
 """Everything of a run that holds weights which are trained: policy, reference policy and adapter.
 
-In: a step's responses. Out: log-probs, acceptance rates, metrics of the steps taken, and weights
-for the engines. The algorithm calls one `Learner`: an object of its own process, or one that stands
-for all trainer workers.
+The algorithm calls one `Learner`: an object of its own process, or one that stands for all trainer
+workers.
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,15 +19,52 @@ from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, choose_scale
-from sparrow_sglang.rl.engines.buckets import NamedTensors
-from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine, NamedTensors
 from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.shards import local
 from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
-from sparrow_sglang.rl.reference_policy import ReferencePolicy
 from sparrow_sglang.schedule import BudgetSchedule
+
+
+class ReferencePolicy:
+    """`policy` with the weights that it has when this object is made."""
+
+    def __init__(self, policy: DensePolicy) -> None:
+        self._policy = policy
+        self._weights = _copied(policy)
+
+    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """Log-probs of the batch's response tokens, fp32 [N] on the CPU; 0 for tokens outside the
+        loss."""
+        result = torch.zeros(len(batch.advantages))
+        sequences, tokens = batch.part(batch.in_loss)
+        if sequences:
+            with self._in_place():
+                result[tokens] = torch.cat(self._policy.score(sequences, temperature))
+        return result
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        trained = _copied(self._policy)
+        try:
+            _put(self._policy, self._weights)
+            yield
+        finally:
+            _put(self._policy, trained)
+
+
+def _copied(policy: DensePolicy) -> list[torch.Tensor]:
+    return [local(p.detach()).to("cpu", copy=True) for _, p, _ in policy.named_parameters()]
+
+
+@torch.no_grad()
+def _put(policy: DensePolicy, weights: list[torch.Tensor]) -> None:
+    for (_, parameter, _), value in zip(policy.named_parameters(), weights, strict=True):
+        local(parameter).copy_(value)
+
 
 _ADAPTER_STATE = "adapter.pt"
 

@@ -1,7 +1,6 @@
 """The trainer workers of a run, one per GPU, and how they exchange values.
 
-In: what each rank has computed from its share. Out: the same values on all ranks. A run in one
-process has no process group, and every call returns what it was given.
+A run in one process has no process group, and every call returns what it was given.
 """
 
 from collections import defaultdict

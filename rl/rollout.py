@@ -1,8 +1,4 @@
-"""A step's prompts; responses turned into SGLang requests, and SGLang's answers into responses.
-
-In: responses as far as they are sampled, sampling parameters and SGLang's output dicts. Out:
-`Rollout`s with the token ids and log-probs that the sampler recorded; answers are checked.
-"""
+"""A step's prompts; responses turned into SGLang requests, and SGLang's answers into responses."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence

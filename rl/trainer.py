@@ -16,7 +16,7 @@ from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineNotStarted
-from sparrow_sglang.rl.evaluation import evaluate
+from sparrow_sglang.rl.evaluation import evaluate, evaluation_rows
 from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.metrics import (
     entropy_metrics,
@@ -26,8 +26,7 @@ from sparrow_sglang.rl.metrics import (
     round_metrics,
 )
 from sparrow_sglang.rl.policy.optimizer import learning_rate
-from sparrow_sglang.rl.runs.log import Clock
-from sparrow_sglang.rl.runs.response_rows import evaluation_rows, response_rows
+from sparrow_sglang.rl.runs.log import Clock, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import Setup, prepare
 from sparrow_sglang.rl.tasks.rewards import part_metrics

@@ -1,7 +1,6 @@
 """The learner of a run with `[cluster]`: the same calls as `Learner`, on all trainer workers.
 
-In: a step's responses, once for all workers of a host. Out: what the first worker returns. Weights
-never pass through this process.
+Weights never pass through this process.
 """
 
 import time

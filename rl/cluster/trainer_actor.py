@@ -14,7 +14,7 @@ from sparrow_sglang.rl.cluster.ray_session import use_network_of_ray
 from sparrow_sglang.rl.cluster.weight_broadcast import LIMIT_S, WeightBroadcast, listen
 from sparrow_sglang.rl.config import ClusterConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER
-from sparrow_sglang.rl.engines.buckets import pack, serialized
+from sparrow_sglang.rl.engines.local_engine import pack, serialized
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.ranks import Ranks

@@ -1,7 +1,4 @@
-"""Weights from the first trainer worker to engines: NCCL between GPUs, gloo between CPUs.
-
-In: packed weights on the worker's device. Out: the same bucket, loaded by every engine.
-"""
+"""Weights from the first trainer worker to engines: NCCL between GPUs, gloo between CPUs."""
 
 import threading
 import uuid

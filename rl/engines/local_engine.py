@@ -1,14 +1,13 @@
 """A rollout engine in the trainer's process: `sglang.Engine`, made to survive a training run.
 
-In: prompts, and weights with a version. Out: groups. `ray_engines` has the same interface,
-`rollout_engine.RolloutEngine`, over many machines.
+`ray_engines` has the same interface, `rollout_engine.RolloutEngine`, over many machines.
 """
 
 import asyncio
 import atexit
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.rl.config import DENSE
-from sparrow_sglang.rl.engines.buckets import NamedTensors, pack, serialized
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.engines.responses import (
     POLL_S,
@@ -32,6 +30,41 @@ from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.sglang_versions import weight_update_session
+
+BUCKET_BYTES = 512 * 2**20
+"""Largest size of a bucket; a tensor that is larger has a bucket to itself."""
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def pack(tensors: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Any]:
+    """Copies of all tensors in their order, on their device, as SGLang's `FlattenedTensorBucket`.
+
+    One bucket is alive at a time. The tensors of a bucket have one dtype, so that each is aligned.
+    """
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    waiting: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if waiting and (tensor.dtype != waiting[0][1].dtype or size + tensor.nbytes > bucket_bytes):
+            yield FlattenedTensorBucket(named_tensors=waiting)
+            waiting, size = [], 0
+        waiting.append((name, tensor.detach()))
+        size += tensor.nbytes
+    if waiting:
+        yield FlattenedTensorBucket(named_tensors=waiting)
+
+
+def serialized(bucket: Any) -> bytes:
+    """Handles of a bucket's memory for one process, in SGLang's load format "flattened_bucket"."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    payload: bytes = MultiprocessingSerializer.serialize(
+        {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    )
+    return payload
+
 
 IDLE_TIMEOUT_S = 60.0
 

@@ -1,7 +1,4 @@
-"""The responses of one rollout that an `sglang.Engine` of this process samples.
-
-In: groups, begun or not. Out: the same groups, finished, or unfinished if the rollout was stopped.
-"""
+"""The responses of one rollout that an `sglang.Engine` of this process samples."""
 
 import asyncio
 import time

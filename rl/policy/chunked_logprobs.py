@@ -1,8 +1,4 @@
-"""Quantities computed from logits in chunks of positions, so that not all logits exist at once.
-
-In: hidden states and the vocabulary projection. Out: log-probs of given tokens, with gradient,
-entropies, and acceptance rates.
-"""
+"""Quantities computed from logits in chunks of positions, so that not all logits exist at once."""
 
 from typing import Any
 

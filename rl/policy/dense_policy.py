@@ -1,8 +1,7 @@
 """The trained model: dense log-probs of responses, and the optimizer's step.
 
-In: sequences of prompt and response token ids, and a loss in their log-probs. Out: log-probs, and
-weights for the rollout engines. Sequences are packed into micro-batches without padding; each
-attends to itself only, by full causal attention.
+Sequences are packed into micro-batches without padding; each attends to itself only, by full causal
+attention.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sparrow_sglang.hf_config import FULL, config_value, text_config
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
@@ -25,7 +25,6 @@ from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, add_gradie
 from sparrow_sglang.rl.policy.packing import Packed, assign_to_ranks, build_micro_batch, idle, pack
 from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
 from sparrow_sglang.rl.policy.sparse_policy import ATTENTION, SparseRule
-from sparrow_sglang.rl.policy.supported_models import unsupported
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -366,3 +365,35 @@ class DensePolicy:
             chosen = [sequences[i] for i in members]
             where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
             yield build_micro_batch(chosen, where, self.device)
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def unsupported(hf_config: Any, head_bias: bool = False) -> str | None:
+    """Why a model with this Hugging Face config cannot be trained; None if it can.
+
+    `head_bias` says whether its vocabulary projection has a bias.
+    """
+    config = text_config(hf_config)
+    # transformers holds the experts of a layer in one tensor, under a name that SGLang's loader
+    # skips without an error: rollouts would go on with the experts of the start.
+    experts = next(filter(None, (config_value(config, name) for name in _EXPERTS)), None)
+    wrong = [f"a mixture of {experts} experts"] if experts else []
+    layers = set(config_value(config, "layer_types") or ()) - {FULL}
+    wrong += [f"layers of type {kind}" for kind in sorted(layers)]
+    if not layers and (window := config_value(config, "sliding_window")):
+        used = getattr(config, "use_sliding_window", True)
+        wrong += [f"sliding_window={window}"] if used else []
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        wrong += [f"{name}={value}"] if (value := config_value(config, name)) else []
+    for name in ("logits_scaling", "logit_scale"):
+        wrong += [name] if config_value(config, name) not in (None, 1.0) else []
+    wrong += ["a bias of the vocabulary projection"] if head_bias else []
+    if not wrong:
+        return None
+    return (
+        f"model of type {hf_config.model_type} has {', '.join(wrong)}: expected full causal"
+        " attention, no mixture of experts and a plain vocabulary projection, such as Llama, Qwen2"
+        " and Qwen3 have"
+    )

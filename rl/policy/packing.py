@@ -1,8 +1,4 @@
-"""Sequences of a batch as micro-batches without padding.
-
-In: sequences of prompt and response token ids. Out: which sequences share a micro-batch, and the
-tensors of a micro-batch.
-"""
+"""Sequences of a batch as micro-batches without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

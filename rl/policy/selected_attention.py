@@ -1,8 +1,7 @@
 """Attention of late positions over selected pages, without a mask of positions by positions.
 
-In: queries of the last positions of sequences, and for each query the pages that it reads. Out:
-exact attention over these pages, by torch's FlexAttention. The selection takes one bit per KV head,
-position and page; the backward pass keeps nothing else besides what attention itself needs.
+The selection takes one bit per KV head, position and page; the backward pass keeps nothing else
+besides what attention itself needs.
 """
 
 from collections.abc import Iterator

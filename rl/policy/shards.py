@@ -1,7 +1,6 @@
 """A model whose weights are sharded over ranks by FSDP2: rows of each matrix on each rank.
 
-In: a model, the same on all ranks. Out: a model whose layers are gathered while they compute, and
-shards to train. Gradients are reduced after each micro-batch, so that no rank ever holds all.
+Gradients are reduced after each micro-batch, so that no rank ever holds all.
 """
 
 from collections.abc import Callable

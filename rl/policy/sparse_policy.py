@@ -1,10 +1,8 @@
 """The sparse actor's distribution in the trainer: the server's rule for every generated position.
 
-In: queries, keys and values of packed sequences, a schedule. Out: attention that is dense for the
-prompts and reads the budget's pages for the rest. Pages are selected exactly as
-`sparrow_sglang.attention_backends.reference` defines it; the selection is treated as constant, so
-gradients flow through the attention over the chosen pages only. transformers calls it under the
-name `ATTENTION`, with or without a rule.
+Pages are selected exactly as `sparrow_sglang.attention_backends.reference` defines it; the
+selection is treated as constant, so gradients flow through the attention over the chosen pages
+only. transformers calls it under the name `ATTENTION`, with or without a rule.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -27,9 +25,84 @@ from sparrow_sglang.attention_backends.reference import (
     kept_pages,
     page_landmarks,
 )
-from sparrow_sglang.rl.policy.packed_attention import causal_attention, like_lengths, padding
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.schedule import BudgetSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Spans of a pack as rows that are as wide as the longest span.
+
+    `source` [rows, width] are the indices in the pack of the tokens that fill the rows; a span's
+    last token is repeated as padding. `target` [n] are the indices of the spans' tokens in the
+    flattened rows.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, width, D] of [1, heads, T, D]."""
+        rows = packed[0].index_select(1, self.source.flatten())
+        return rows.unflatten(1, self.source.shape).transpose(0, 1)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """[1, heads, n, D] of [rows, heads, width, D], the spans one after the other."""
+        return padded.transpose(0, 1).flatten(1, 2).index_select(1, self.target)[None]
+
+
+# Cached, as every layer needs the same padding, in the forward and the backward pass.
+@lru_cache(maxsize=64)
+def padding(spans: tuple[tuple[int, int], ...], device: torch.device) -> Padding:
+    """The padding for spans (first, end) of a pack, each of at least one token."""
+    lengths = [end - first for first, end in spans]
+    width = max(lengths)
+    column = np.arange(width)
+    source = np.stack([np.minimum(first + column, end - 1) for first, end in spans])
+    target = np.concatenate([row * width + np.arange(n) for row, n in enumerate(lengths)])
+    return Padding(torch.as_tensor(source, device=device), torch.as_tensor(target, device=device))
+
+
+def like_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs [first, last) of neighbours none of which is more than twice as long as another.
+
+    Padding a sequence to the longest of its run makes its attention at most four times as costly.
+    """
+    runs: list[tuple[int, int]] = []
+    first, shortest, longest = 0, 0, 0
+    for index, length in enumerate(lengths):
+        shortest, longest = min(shortest or length, length), max(longest, length)
+        if longest > 2 * shortest:
+            runs.append((first, index))
+            first, shortest, longest = index, length, length
+    return [*runs, (first, len(lengths))]
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of each span (first, end) of the pack to itself, padded to the longest.
+
+    `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D]; returns [1, Hq, n, D], the spans'
+    tokens one after the other.
+    """
+    if len(spans) == 1:
+        ((first, end),) = spans
+        query, key, value = (tensor[:, :, first:end] for tensor in (query, key, value))
+    else:
+        # The padding follows a span's tokens, so causal attention hides it from them.
+        rows = padding(tuple(spans), query.device)
+        query, key, value = (rows.pad(tensor) for tensor in (query, key, value))
+    gqa = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
+    )
+    return out if len(spans) == 1 else rows.unpad(out)
+
 
 ATTENTION = "sparrow_packed"
 

@@ -16,6 +16,7 @@ from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.acceptance import MIN_PROMPTS
 from sparrow_sglang.rl.config import DENSE, LoggingConfig, TrainConfig
 from sparrow_sglang.rl.tasks.rewards import FAILURES
+from sparrow_sglang.rl.types import Group, Rewards
 from sparrow_sglang.run_folder import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -188,6 +189,40 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool =
 
 def _title(stage: str) -> str:
     return stage.replace("logprobs", "log-probs")
+
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids, special tokens included."""
+
+
+def response_rows(
+    groups: Sequence[Group],
+    rewards: Sequence[Rewards],
+    parts: Sequence[Sequence[Mapping[str, float]]],
+    decode: Decode,
+    tails: Mapping[tuple[str, int], float] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each response of `groups`.
+
+    `rewards` and sub-scores `parts`, if there are any, are given per group, for its responses.
+    `tails`, if they were measured, are keyed by prompt id and sample. "length" is in tokens.
+    """
+    return [
+        {
+            "task": group.prompt.task,
+            "prompt_id": rollout.prompt_id,
+            "prompt": decode(rollout.prompt_ids),
+            "sample": rollout.sample,
+            "reward": rewards[number][place],
+            "scores": dict(parts[number][place]) if parts else {},
+            "length": len(rollout.response_ids),
+            "finish_reason": rollout.finish_reason,
+            **({} if tails is None else {"tail": tails.get((rollout.prompt_id, rollout.sample))}),
+            "text": rollout.text,
+        }
+        for number, group in enumerate(groups)
+        for place, rollout in enumerate(group.rollouts)
+    ]
 
 
 def check_logging(logging: LoggingConfig) -> None:

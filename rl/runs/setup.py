@@ -1,7 +1,4 @@
-"""Set-up and checks of a run before it loads weights: tokenizer, prompts, schedules.
-
-In: a configuration. Out: a `Setup`, or one error that names the setting.
-"""
+"""Set-up and checks of a run before it loads weights: tokenizer, prompts, schedules."""
 
 import hashlib
 import logging
@@ -166,7 +163,7 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
     """Tokenizer and config of the model; checks its chat template and `chat_template_kwargs`."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from sparrow_sglang.rl.policy.supported_models import unsupported
+    from sparrow_sglang.rl.policy.dense_policy import unsupported
 
     asked = f"model.path={config.model.path!r}"
     try:

@@ -10,8 +10,7 @@ from typing import Any
 
 from sparrow_sglang.config import AUTO, MODEL_DEFAULT, schedule_from
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.defaults import commented_defaults
+from sparrow_sglang.rl.config import TrainConfig, commented_defaults
 from sparrow_sglang.rl.runs.setup import check
 from sparrow_sglang.run_folder import METRICS_FILE
 

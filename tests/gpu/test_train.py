@@ -15,9 +15,8 @@ from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.packed_attention import padding
 from sparrow_sglang.rl.policy.selected_attention import attend_by_blocks, block_mask
-from sparrow_sglang.rl.policy.sparse_policy import SparseRule, attend_by_rows
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule, attend_by_rows, padding
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.types import Prompt

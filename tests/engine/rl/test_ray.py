@@ -28,8 +28,7 @@ from sparrow_sglang.rl.cluster import ray_engines, trainer_actor, weight_broadca
 from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
-from sparrow_sglang.rl.engines.buckets import pack
-from sparrow_sglang.rl.engines.local_engine import LocalEngine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS

@@ -7,8 +7,7 @@ from pydantic import BaseModel
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.config.overrides import with_overrides
+from sparrow_sglang.rl.config import TrainConfig, with_overrides
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LEAST = 'run_dir = "runs/x"\n[task]\nname = "copy"\n'

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training import PROMPTS
 
-from sparrow_sglang.rl.engines.buckets import pack
+from sparrow_sglang.rl.engines.local_engine import pack
 from sparrow_sglang.rl.engines.responses import response_text
 from sparrow_sglang.rl.rollout import RolloutError, Sampling, continued, sample_request
 from sparrow_sglang.rl.tasks import math

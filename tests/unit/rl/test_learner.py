@@ -16,9 +16,8 @@ from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import Learner, ReferencePolicy
 from sparrow_sglang.rl.policy.optimizer import learning_rate
-from sparrow_sglang.rl.reference_policy import ReferencePolicy
 from sparrow_sglang.rl.types import Rollout, Segment
 
 TEMPERATURE = 0.6

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.log import RunLog, step_line
-from sparrow_sglang.rl.runs.response_rows import response_rows
+from sparrow_sglang.rl.runs.log import RunLog, response_rows, step_line
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
 

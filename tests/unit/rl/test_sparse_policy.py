@@ -10,9 +10,8 @@ from scipy.special import softmax
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.packed_attention import padding
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, block_mask
-from sparrow_sglang.rl.policy.sparse_policy import SparseRule
+from sparrow_sglang.rl.policy.sparse_policy import SparseRule, padding
 from sparrow_sglang.schedule import BudgetSchedule
 
 CPU = torch.device("cpu")
