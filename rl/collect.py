@@ -5,19 +5,22 @@ order of the data (DAPO, arXiv:2503.14476). `partial` continues unfinished group
 instead.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from math import ceil
 
 import numpy as np
 
 from sparrow_sglang.rl.advantages import rewards_differ
 from sparrow_sglang.rl.config import RolloutConfig
-from sparrow_sglang.rl.engines.responses import OnFinished
-from sparrow_sglang.rl.rollout import prompts_from
+from sparrow_sglang.rl.rollout import OnFinished
 from sparrow_sglang.rl.runs.log import Clock
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.tasks.rewards import Scoring
-from sparrow_sglang.rl.types import Group, Rewards, Rollout, known_rewards
+from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout, known_rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +127,33 @@ class _Sampled:
                 group = self._groups[position]
                 self._rewards[position] = with_penalties(self._settings, rewards, group)
         return sorted(at for at, rewards in self._rewards.items() if not rewards_differ(rewards))
+
+
+def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
+    """`count` prompts of a run, from the run's prompt number `first` on.
+
+    Every prompt is used once before any is used again, each time in a new order. The order depends
+    on `seed` only, so a resumed run needs to know only how many prompts it has used.
+    """
+    size = len(prompts)
+    places = range(first, first + count)
+    return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
+
+
+def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
+    """How many groups partial rollouts sample at a time.
+
+    `oversubscribe` is taken as the decimal number that was written: as floats, 50 times 1.1 is
+    above 55.
+    """
+    return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
+
+
+@lru_cache(maxsize=4)
+def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return tuple(order)
 
 
 def begin(run: Run, first: int, count: int) -> list[Group]:

@@ -25,9 +25,8 @@ from sparrow_sglang.rl.acceptance import MIN_PROMPTS, Acceptance, tail_percentil
 from sparrow_sglang.rl.batch import Batch, TokenSequence
 from sparrow_sglang.rl.config import DistillConfig
 from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy, Packed
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
-from sparrow_sglang.rl.policy.packing import Packed
 from sparrow_sglang.rl.policy.shards import as_dtensor_like, full_tensor, local, local_chunk
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.rl.config import EvaluationConfig
-from sparrow_sglang.rl.engines.responses import OnFinished
+from sparrow_sglang.rl.rollout import OnFinished
 from sparrow_sglang.rl.runs.log import Decode, response_rows
 from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed, Scores

@@ -20,12 +20,12 @@ from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, choose_scale
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, NamedTensors
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.shards import local
 from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.rollout import RolloutEngine
 from sparrow_sglang.schedule import BudgetSchedule
 
 

@@ -12,9 +12,9 @@ from sparrow_sglang.rl.collect import (
     begin,
     count_finished,
     count_tokens,
+    groups_under_way,
     with_penalties,
 )
-from sparrow_sglang.rl.rollout import groups_under_way
 from sparrow_sglang.rl.runs.log import Clock
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.types import Group

@@ -1,17 +1,13 @@
-"""A step's prompts; responses turned into SGLang requests, and SGLang's answers into responses."""
+"""Responses turned into SGLang requests and back, and the interface of rollout engines."""
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
-from functools import lru_cache
-from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.rl.types import ABORTED, Prompt, Rollout, Segment
+from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Rollout, Segment
 
 
 class RolloutError(SparrowError, RuntimeError):
@@ -35,33 +31,6 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     timeout_s: float = 7200.0
-
-
-def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
-    """`count` prompts of a run, from the run's prompt number `first` on.
-
-    Every prompt is used once before any is used again, each time in a new order. The order depends
-    on `seed` only, so a resumed run needs to know only how many prompts it has used.
-    """
-    size = len(prompts)
-    places = range(first, first + count)
-    return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
-
-
-def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
-    """How many groups partial rollouts sample at a time.
-
-    `oversubscribe` is taken as the decimal number that was written: as floats, 50 times 1.1 is
-    above 55.
-    """
-    return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
-
-
-@lru_cache(maxsize=4)
-def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    order = list(range(size))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return tuple(order)
 
 
 def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True) -> dict[str, Any]:
@@ -159,3 +128,59 @@ def _problem(meta: Mapping[str, Any], length: int, limit: int) -> str | None:
             " context_length or max_total_tokens"
         )
     return None
+
+
+OnFinished = Callable[[int], object]
+"""Called with the number of responses that have become complete since the last call."""
+
+MoreGroups = Callable[[bool], Sequence[Group]]
+"""Returns additional groups to start. The argument says whether no group is under way any more; if
+it returns none then, the rollout ends."""
+
+ShouldStop = Callable[[], bool]
+"""Returns whether to stop, and return groups as far as they are."""
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from the weights that it was last given."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished | None = None,
+    ) -> list[Group]:
+        """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
+        begun = [Group.begun(prompt, n) for prompt in prompts]
+        groups = dict(self.stream(begun, sampling, on_finished))
+        return [groups[position] for position in range(len(prompts))]
+
+    def stream(
+        self,
+        groups: Sequence[Group],
+        sampling: Sampling,
+        on_finished: OnFinished | None = None,
+        more_groups: MoreGroups | None = None,
+        should_stop: ShouldStop | None = None,
+    ) -> Iterator[tuple[int, Group]]:
+        """Yields each group once, as soon as it is finished, with its position in `groups`.
+
+        A response that was stopped earlier is continued after a dense prefill of its tokens.
+        `more_groups` is called regularly for additional groups, which take the next positions; the
+        stream ends when no group is under way and it returns none. Once `should_stop` returns True,
+        no group is started any more, and unfinished groups are yielded as they are.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give the device's memory to the trainer, if it is shared; weights may be lost."""
+        ...
+
+    def resume(self) -> None:
+        """Take the memory back; after a `release`, all weights must be loaded."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        ...

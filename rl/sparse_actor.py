@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.learner import Learner
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
 from sparrow_sglang.rl.types import Group, Prompt
 
 

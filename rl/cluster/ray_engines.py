@@ -26,9 +26,8 @@ from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus, use_n
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineNotStarted
-from sparrow_sglang.rl.engines.responses import POLL_S, MoreGroups, OnFinished, ShouldStop
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.engines.responses import POLL_S
+from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
 from sparrow_sglang.rl.types import Group
 
 CONTROL = "control"

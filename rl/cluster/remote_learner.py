@@ -20,9 +20,9 @@ from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
 from sparrow_sglang.rl.cluster.trainer_actor import TrainerActor
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
 from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.ranks import Ranks
+from sparrow_sglang.rl.rollout import RolloutEngine
 
 PLACEMENT_TIMEOUT_S = 600.0
 """Time for Ray to find GPUs for all trainer workers, as after a host has disappeared."""

@@ -19,15 +19,8 @@ from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
-from sparrow_sglang.rl.engines.responses import (
-    POLL_S,
-    MoreGroups,
-    OnFinished,
-    Responses,
-    ShouldStop,
-)
-from sparrow_sglang.rl.engines.rollout_engine import RolloutEngine
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.engines.responses import POLL_S, Responses
+from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.sglang_versions import weight_update_session
 

@@ -2,27 +2,24 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses
-from sparrow_sglang.rl.rollout import Sampling, continued, sample_request
+from sparrow_sglang.rl.rollout import (
+    MoreGroups,
+    OnFinished,
+    Sampling,
+    ShouldStop,
+    continued,
+    sample_request,
+)
 from sparrow_sglang.rl.tasks.answers import THINKING_MARK
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 POLL_S = 1.0
 """Seconds between checks that the engine is still alive, while waiting for it."""
-
-OnFinished = Callable[[int], object]
-"""Called with the number of responses that have become complete since the last call."""
-
-MoreGroups = Callable[[bool], Sequence[Group]]
-"""Returns additional groups to start. The argument says whether no group is under way any more; if
-it returns none then, the rollout ends."""
-
-ShouldStop = Callable[[], bool]
-"""Returns whether to stop, and return groups as far as they are."""
 
 
 @dataclass(eq=False)

@@ -107,7 +107,7 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from sparrow_sglang.rl.engines.processes import EngineDied
     from sparrow_sglang.rl.learner import TrainersLost
     from sparrow_sglang.rl.rollout import RolloutError
-    from sparrow_sglang.rl.runs.termination import Stopped
+    from sparrow_sglang.rl.runs.run import Stopped
     from sparrow_sglang.rl.tasks.rewards import RewardsFailed
     from sparrow_sglang.rl.trainer import train
 

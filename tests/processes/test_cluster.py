@@ -39,7 +39,7 @@ from sparrow_sglang.rl.cluster.ray_engines import RayEngines
 from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig, TrainConfig
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.runs.termination import Stopped
+from sparrow_sglang.rl.runs.run import Stopped
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Prompt

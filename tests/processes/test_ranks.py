@@ -11,8 +11,7 @@ from processes_of_a_run import on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.packing import assign_to_ranks, pack
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy, assign_to_ranks, pack
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl.engines.responses import MoreGroups, OnFinished, ShouldStop
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, Sampling, ShouldStop
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 8

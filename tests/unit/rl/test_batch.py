@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
+from sparrow_sglang.rl.collect import prompts_from
 from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.metrics import kv_metrics
-from sparrow_sglang.rl.rollout import prompts_from
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -18,9 +18,14 @@ from hypothesis import strategies as st
 from reward_groups import group
 
 from sparrow_sglang.rl import partial
-from sparrow_sglang.rl.collect import Collected, collect, with_penalties
+from sparrow_sglang.rl.collect import (
+    Collected,
+    collect,
+    groups_under_way,
+    prompts_from,
+    with_penalties,
+)
 from sparrow_sglang.rl.config import RolloutConfig
-from sparrow_sglang.rl.rollout import groups_under_way, prompts_from
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Rewards, Segment

@@ -22,8 +22,7 @@ from transformers import (
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy import chunked_logprobs, optimizer
 from sparrow_sglang.rl.policy.chunked_logprobs import logits_of, token_logprobs
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.packing import pack
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy, pack
 from sparrow_sglang.rl.policy.sparse_policy import like_lengths
 
 VOCAB = 199

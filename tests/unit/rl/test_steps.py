@@ -24,7 +24,7 @@ from sparrow_sglang.rl import evaluation, learner, loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.rollout import Sampling, sample_request
-from sparrow_sglang.rl.runs import termination
+from sparrow_sglang.rl.runs import run as run_module
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
@@ -374,7 +374,7 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
 
     update = Learner.update
     monkeypatch.setattr(Learner, "update", interrupted)
-    monkeypatch.setattr(termination, "AGAIN_S", apart_s)
+    monkeypatch.setattr(run_module, "AGAIN_S", apart_s)
     with pytest.raises(SystemExit) as ended:
         trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
     assert ended.value.code == 130
