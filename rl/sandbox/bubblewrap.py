@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 from sparrow_sglang.errors import SparrowError
@@ -43,6 +44,8 @@ ENVIRONMENT = {
 STACK_BYTES = 64 << 20
 # Time for a container to start, and for a result beyond the program's own time.
 START_UP_S, GRACE_S = 20.0, 5.0
+# Characters of inputs that share a container.
+MAX_INPUT = 8 << 20
 # Runs the program on each input, in a fork of itself, as an interpreter takes long to start. Writes
 # a line for each: exit status, None if it was late, stdout and stderr. It knows no expected
 # outputs, so there is nothing to steal or to forge. All that a program has left is killed or
@@ -155,11 +158,14 @@ def run_contained(
 ) -> list[SandboxResult]:
     """Results of `source` on the first inputs, in one container.
 
-    On one at least, unless `seconds` are over before; fewer than asked if the outputs are large or
-    the program ends its container, which is its result then. Raises `SandboxError` if the container
-    does not start, or if a tool that it needs is missing.
+    On one at least, unless `seconds` are over before; fewer than asked if inputs or outputs are
+    large, or the program ends its container, which is its result then. Raises `SandboxError` if the
+    container does not start, or if a tool that it needs is missing.
     """
     deadline = time.monotonic() + seconds
+    # The harness has to hold them in the memory that the program may take.
+    small = sum(size <= MAX_INPUT for size in accumulate(map(len, inputs)))
+    inputs = inputs[: max(1, small)]
     asked = json.dumps([PROGRAM, inputs, limits.wall_clock_s, limits.disk_bytes])
     files = [_file(text) for text in (source, _HARNESS, asked, "")]
     try:

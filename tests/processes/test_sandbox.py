@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,12 @@ if os.fork() == 0: os.setsid(); time.sleep(60)
     results = run_inputs(source, ["1", "2", "3"], PATIENT)
     assert [one.stdout for one in results] == [f"{number} [] 3\n" for number in (1, 2, 3)]
     assert programs() == []
+
+
+def test_large_inputs_leave_the_program_its_memory() -> None:
+    texts = ["x" * (5 << 20)] * 60
+    results = run_inputs("print(len(input()))", texts, replace(PATIENT, memory_bytes=128 << 20))
+    assert results and {result.stdout for result in results} == {f"{5 << 20}\n"}
 
 
 @pytest.mark.parametrize(("signal", "late"), [("SIGKILL", False), ("SIGSTOP", True)])
@@ -307,10 +314,12 @@ def test_numpy_and_pools_of_processes_work() -> None:
 def test_bubblewrap_may_be_installed_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = shutil.which("bwrap")
-    (tmp_path / "bwrap").symlink_to(str(found))
+    here = tmp_path / "bwrap"
+    here.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec {shutil.which("bwrap")} "$@"\n')
+    here.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert run_python(ANSWER, "", PATIENT).stdout == "right\n"
+    assert (tmp_path / "used").exists()
 
 
 def test_no_namespace_can_be_made_with_new_rights() -> None:
