@@ -195,4 +195,7 @@ async def _update_problem(manager: Any, state: ServerState, request: Any) -> str
 def _tags(request: Any) -> set[str]:
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
-    return set(request.tags or GPU_MEMORY_ALL_TYPES)
+    tags = set(request.tags or GPU_MEMORY_ALL_TYPES)
+    if unknown := sorted(tags.difference(GPU_MEMORY_ALL_TYPES)):
+        raise ControlError(f"tags={unknown}: expected some of {', '.join(GPU_MEMORY_ALL_TYPES)}")
+    return tags
