@@ -78,9 +78,11 @@ def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "A
         for name in ("running_mbs", "mbs", "last_mbs"):
             batches += getattr(scheduler, name, None) or ()
         held = [req for batch in batches if batch is not None for req in batch.reqs]
-        held += [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
-        if scheduler.chunked_req is not None:
-            held.append(scheduler.chunked_req)
+        # Older versions have the second queue in the scheduler itself.
+        grammars = getattr(scheduler, "grammar_manager", scheduler)
+        held += [*scheduler.waiting_queue, *getattr(grammars, "grammar_queue", ())]
+        if (chunked := getattr(scheduler, "chunked_req", None)) is not None:
+            held.append(chunked)
         others = [(req, req.rid) for req in set(held) if req.rid != message.rid]
     try:
         for req, rid in others:
