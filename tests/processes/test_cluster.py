@@ -49,16 +49,7 @@ KILLS = int(os.environ.get("SPARROW_KILLS", 0))
 RESPONSES = int(os.environ.get("SPARROW_RESPONSES", 0))
 SEED = int(os.environ.get("SPARROW_SEED", 0))
 
-# Without the entropy term, whose gradient amplifies what two workers round in another order.
-DISTILL = {
-    "distill": {
-        "enabled": True,
-        "rank": 2,
-        "sequences": 4,
-        "lr": 1e-3,
-        "entropy": 0.0,
-    },
-}
+DISTILL = {"distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3}}
 
 
 @pytest.fixture(scope="module")

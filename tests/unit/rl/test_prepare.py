@@ -20,62 +20,44 @@ from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS, load_task
 
+ENGINE = 'engine = { schedule = "fixed-48", server_args = { %s } }'
+SHORT = "rollout = { max_new_tokens = 99 }\n"
+
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "field"),
     [
-        ('model = { path = "/nowhere" }', "model.path='/nowhere': no such folder; expected"),
-        ('engine = { schedule = "fixed-50" }', "schedule fixed-50: "),
-        ("rollout = { max_prompt_tokens = 3 }", "rollout.max_prompt_tokens=3: no training prompt"),
-        ("rollout = { max_new_tokens = 9999 }", "max_new_tokens=9999 make"),
+        ('model = { path = "/nowhere" }', "model.path='/nowhere'"),
+        ('engine = { schedule = "fixed-50" }', "fixed-50"),
+        ("rollout = { max_prompt_tokens = 3 }", "rollout.max_prompt_tokens=3"),
+        ("rollout = { max_new_tokens = 9999 }", "max_new_tokens=9999"),
         (
             'engine = { schedule = "dense" }\ndistill = { enabled = true }',
             "distill.enabled=true with engine.schedule='dense'",
         ),
+        (ENGINE % "page_sise = 16", "engine.server_args.page_sise"),
+        (ENGINE % 'attention_backend = "fa3"', "engine.schedule"),
+        (ENGINE % "dp_size = 2", "server_args.dp_size=2"),
+        (ENGINE % "skip_tokenizer_init = true", "server_args.skip_tokenizer_init=true"),
         (
-            'engine = { schedule = "fixed-48", server_args = { page_sise = 16 } }',
-            "engine.server_args.page_sise is no argument of SGLang: did you mean 'page_size'",
+            ENGINE % "tp_size = 2" + "\ncluster = { gpus_per_engine = 4 }",
+            "engine.server_args.tp_size=2",
         ),
-        (
-            'engine = { server_args = { attention_backend = "fa3" }, schedule = "fixed-48" }',
-            "[engine] server_args.attention_backend is not set there: set engine.schedule instead",
-        ),
-        (
-            'engine = { schedule = "fixed-48", server_args = { dp_size = 2 } }',
-            "[engine] server_args.dp_size=2: SGLang loads a trainer's weights into the first",
-        ),
-        (
-            'engine = { schedule = "fixed-48", server_args = { skip_tokenizer_init = true } }',
-            "[engine] server_args.skip_tokenizer_init=true: rewards are given for texts; expected",
-        ),
-        (
-            'engine = { schedule = "fixed-48", server_args = { tp_size = 2 } }\n'
-            "cluster = { gpus_per_engine = 4 }",
-            "engine.server_args.tp_size=2 with [cluster]: expected 4, as an engine is split by",
-        ),
-        (
-            'engine = { schedule = "fixed-48", server_args = { pp_size = 2 } }\ncluster = {}',
-            "engine.server_args.pp_size=2 with [cluster]: expected 1, as an engine is split by",
-        ),
+        (ENGINE % "pp_size = 2" + "\ncluster = {}", "engine.server_args.pp_size=2"),
         (
             'task = { name = "ascii", chat_template_kwargs = { enable_thinking = false } }',
-            "task.chat_template_kwargs.enable_thinking: the chat template of model.path=",
+            "task.chat_template_kwargs.enable_thinking",
         ),
+        (SHORT + "evaluation = { max_new_tokens = 9999 }", "evaluation.max_new_tokens=9999"),
         (
-            "rollout = { max_new_tokens = 99 }\nevaluation = { max_new_tokens = 9999 }",
-            "evaluation.max_new_tokens=9999 make",
+            SHORT + 'distill = { enabled = true, target_modules = ["lm_head"] }',
+            "distill.target_modules=['lm_head']",
         ),
-        (
-            'distill = { enabled = true, target_modules = ["lm_head"] }\n'
-            "rollout = { max_new_tokens = 99 }",
-            "distill.target_modules=['lm_head']: the model's layers have no module 'lm_head';"
-            " expected some of q_proj, k_proj, ",
-        ),
-        ("rollout = { temperature = 0 }", "rollout.temperature=0 is not allowed: Input should be"),
+        ("rollout = { temperature = 0 }", "rollout.temperature=0"),
     ],
 )
 def test_wrong_settings_are_one_line_before_anything_is_written(
-    byte_model, tmp_path, capsys, text, message
+    byte_model, tmp_path, capsys, text, field
 ):
     lines = {
         "run_dir": f'run_dir = "{tmp_path}/run"',
@@ -88,32 +70,22 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
     path.write_text("\n".join(lines.values()))
     assert main(["train", str(path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("sparrow train: error: ") and message in line
+    assert line.startswith("sparrow train: error: ") and field in line
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("sets", [{}, {"": ()}, {"a": (1,), "b": ()}])
 def test_prompts_to_evaluate_are_expected_where_there_is_an_evaluation(
-    tmp_path, monkeypatch, byte_model
+    tmp_path, monkeypatch, byte_model, sets
 ):
     task = load_task(TaskConfig(name="story", options={"train": 4, "heldout": 4}), lambda _: (1,))
-    given = {"": (), "none": {}, "one": {"a": task.heldout, "b": ()}}
-    for name, heldout in given.items():
-        monkeypatch.setitem(
-            TASKS, "own", lambda *_, heldout=heldout: replace(task, heldout=heldout)
-        )
-        config = settings(byte_model, tmp_path / "run", "fixed-48", task={"name": "own"})
-        what = "held-out b" if name == "one" else "held-out"
-        with pytest.raises(InputError) as refused:
-            prepare(config)
-        assert str(refused.value) == (
-            f"task.name='own' has no {what} prompts: expected one or more, or"
-            " evaluation.every_steps = 0"
-        )
-        never = config.evaluation.model_copy(update={"every_steps": 0, "max_new_tokens": 10**6})
-        assert prepare(config.model_copy(update={"evaluation": never})).train == task.train
-    monkeypatch.setitem(TASKS, "own", lambda *_: replace(task, train=()))
-    with pytest.raises(InputError, match="task.name='own' has no training prompts: expected one"):
+    heldout = {name: task.heldout if prompts else () for name, prompts in sets.items()}
+    monkeypatch.setitem(TASKS, "own", lambda *_: replace(task, heldout=heldout))
+    config = settings(byte_model, tmp_path / "run", "fixed-48", task={"name": "own"})
+    with pytest.raises(InputError, match="held-out"):
         prepare(config)
+    never = config.evaluation.model_copy(update={"every_steps": 0, "max_new_tokens": 10**6})
+    assert prepare(config.model_copy(update={"evaluation": never})).train == task.train
 
 
 def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
