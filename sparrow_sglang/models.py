@@ -36,7 +36,6 @@ TEMPERATURE = 0.2
 writes nonsense. Their top-p of 0.9 is left out, as it would cut off what audits compare."""
 HUB_TIMEOUT_S = 5.0
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -140,13 +139,6 @@ def _damaged(weights: Path) -> str | None:
             f"{weights} is incomplete or damaged ({error}): download it again, or run `git lfs"
             " pull` where it is a pointer of Git LFS"
         )
-
-
-def missing_tokenizer(folder: Path) -> str | None:
-    """Says that a checkpoint's folder has no tokenizer, in one line; None if it has one."""
-    if any(found for kind in _TOKENIZERS for found in folder.glob(kind)):
-        return None
-    return f"{folder} has no tokenizer: expected {', '.join(_TOKENIZERS)}"
 
 
 def hub_config(model: str) -> Path:
