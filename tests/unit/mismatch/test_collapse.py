@@ -14,6 +14,7 @@ EARLIER = json.loads(Path(__file__).with_name("earlier_runs.json").read_text("ut
 LEARNING = json.loads(Path(__file__).with_name("learning_runs.json").read_text("utf-8"))
 REST = {
     "response_length/mean": 100.0,
+    "response_length/clip_ratio": 0.0,
     "sparrow/rollout_tokens_per_s": 1.0,
     "timing_s/step": 1.0,
     "sparrow/kv_tokens_read": 1.0,
