@@ -1,6 +1,7 @@
 """Rewards of the code task, by programs that are run."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from sandbox_server import sandbox_server
 from task_files import jsonl, load
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.sandbox.run import BUBBLEWRAP, run_inputs, sandbox_problem
+from sparrow_sglang.rl.sandbox.run import BUBBLEWRAP, SandboxResult, sandbox_problem
 from sparrow_sglang.rl.tasks import code
 from sparrow_sglang.rl.types import Prompt
 
@@ -17,6 +18,13 @@ PROBLEM = sandbox_problem(BUBBLEWRAP)
 contained = pytest.mark.skipif(PROBLEM is not None, reason=f"no sandbox: {PROBLEM}")
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "-7\n", "output": "-14\n"}]
 RIGHT = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The address of a server that runs programs."""
+    with sandbox_server() as (url, _):
+        yield url
 
 
 def prompt_of(
@@ -63,74 +71,74 @@ class Solution:
         assert code.reward(prompt, text)["score"] == 0.0
 
 
-@contained
-def test_values_that_are_equal_pass_whatever_their_type(tmp_path: Path) -> None:
-    digits = f"1{'0' * 5000}"
-    for number, (value, output) in enumerate(
-        [
-            ("np.int64(n)", "[2]"),
-            ("np.array([1, n])", "[[1, 2]]"),
-            ("np.bool_(n)", "[true]"),
-            ("Decimal('1.5')", "[1.5]"),
-            ("10**5000", f"[{digits}]"),
-            ("''", '[""]'),
-            ("None", "[null]"),
-            # The recursion of LiveCodeBench's checker.
-            ("deep(40_000)", "[40000]"),
-        ]
-    ):
-        text = (
-            "```python\nimport numpy as np\nfrom decimal import Decimal\n"
-            f"def deep(n): return n and 1 + deep(n - 1)\ndef f(n): return {value}\n```"
-        )
-        path = tmp_path / f"{number}.jsonl"
-        tests = f'{{"inputs": [[2]], "outputs": [{output}], "fn_name": "f"}}'
-        path.write_text(f'{{"prompt": "?", "tests": {tests}}}\n')
-        prompt = load("code", path, options={"wall_clock_s": 60.0, "response_s": 200.0}).train[0]
-        assert code.reward(prompt, text)["score"] == 1.0, value
-        assert code.reward(prompt, text.replace("return", "return 7,"))["score"] == 0.0, value
-        assert code.reward(prompt, text.replace("return", "1/0; return"))["score"] == 0.0, value
-    nines = [{"input": "9" * 4999, "output": f"1{'0' * 4999}"}]
-    assert code.reward(prompt_of(tmp_path, nines), RIGHT.replace("2 *", "1 +"))["score"] == 1.0
-    empty = prompt_of(tmp_path, [{"input": "", "output": None}])
+def test_values_that_are_equal_pass_whatever_their_type(tmp_path: Path, server: str) -> None:
+    values = {
+        "np.int64(2)": "2",
+        "np.array([1, 2])": "[1, 2]",
+        "np.bool_(True)": "true",
+        "Decimal('1.5')": "1.5",
+        "10**5000": f"1{'0' * 5000}",
+        "''": '""',
+        "None": "null",
+        # The recursion of LiveCodeBench's checker.
+        "deep(40_000)": "40000",
+    }
+    text = (
+        "```python\nimport numpy as np\nfrom decimal import Decimal\n"
+        "def deep(n): return n and 1 + deep(n - 1)\n"
+        f"def f(n): return [{', '.join(values)}][n]\n```"
+    )
+    numbers = ", ".join(f"[{number}]" for number in range(len(values)))
+    tests = f'{{"inputs": [{numbers}], "outputs": [{", ".join(values.values())}], "fn_name": "f"}}'
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "?", "tests": {tests}}}\n')
+    options = {"sandbox": server, "score": "fraction", "wall_clock_s": 60.0, "response_s": 200.0}
+    prompt = load("code", path, options=options).train[0]
+    assert code.reward(prompt, text)["score"] == 1.0
+    assert code.reward(prompt, text.replace("return [", "return 7, ["))["score"] == 0.0
+    assert code.reward(prompt, text.replace("return", "1 / 0; return"))["tests_failed"] == 1.0
+    nines = prompt_of(tmp_path, [{"input": "9" * 4999, "output": f"1{'0' * 4999}"}], sandbox=server)
+    assert code.reward(nines, RIGHT.replace("2 *", "1 +"))["score"] == 1.0
+    empty = prompt_of(tmp_path, [{"input": "", "output": None}], sandbox=server)
     assert code.reward(empty, "```python\npass\n```")["score"] == 1.0
     assert code.reward(empty, "```python\nprint(1)\n```")["score"] == 0.0
 
 
-@contained
-def test_a_right_program_passes_hundreds_of_tests(
+def test_hundreds_of_tests_share_a_few_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     containers = []
 
-    def counted(source: str, inputs: list[str], *rest: Any) -> Any:
+    def doubles_below_200(source: str, inputs: list[str], *rest: Any) -> list[SandboxResult]:
         containers.append(len(inputs))
-        return run_inputs(source, inputs, *rest)
+        numbers = map(int, inputs)
+        return [SandboxResult(0, str(2 * n if n < 200 else 0)) for n in numbers]
 
-    monkeypatch.setattr(code, "run_inputs", counted)
+    monkeypatch.setattr(code, "check_sandbox", lambda sandbox: None)
+    monkeypatch.setattr(code, "run_inputs", doubles_below_200)
     tests = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(250)]
-    prompt = prompt_of(tmp_path, tests)
-    assert code.reward(prompt, RIGHT)["score"] == 1.0
+    assert code.reward(prompt_of(tmp_path, tests[:200]), RIGHT)["score"] == 1.0
     # Most wrong programs fail in the first, which is small.
-    assert (sum(containers), containers[0]) == (250, 1) and len(containers) <= 10
-    outcomes = code.run_tests(prompt.payload, "n = int(input())\nprint(2 * n if n < 200 else 0)")
-    assert outcomes[199:202] == ["passed", "wrong", "wrong"] and outcomes[-1] == "wrong"
+    assert (sum(containers), containers[0]) == (200, 1) and len(containers) <= 10
+    outcomes = code.run_tests(prompt_of(tmp_path, tests).payload, "")
+    assert outcomes[199:201] == ["passed", "wrong"] and outcomes[-1] in ("wrong", "skipped")
     few = prompt_of(tmp_path, tests, max_tests=3).payload["tests"]
     assert [test["input"] for test in few] == ["0\n", "83\n", "166\n"]
 
 
-@contained
-def test_a_fraction_of_the_tests_may_count_and_time_is_limited_for_all(tmp_path: Path) -> None:
+def test_a_fraction_of_the_tests_may_count_and_time_is_limited_for_all(
+    tmp_path: Path, server: str
+) -> None:
     tests = [*DOUBLE, {"input": "3\n", "output": "0\n"}, {"input": "x\n", "output": ""}]
     score = {"score": 0.5, "tests_passed": 0.5, "tests_failed": 0.25, "tests_late": 0.0}
-    assert code.reward(prompt_of(tmp_path, tests, score="fraction"), RIGHT) == score
-    assert code.reward(prompt_of(tmp_path, tests), RIGHT)["tests_failed"] == 0.0
+    assert code.reward(prompt_of(tmp_path, tests, score="fraction", sandbox=server), RIGHT) == score
+    assert code.reward(prompt_of(tmp_path, tests, sandbox=server), RIGHT)["tests_failed"] == 0.0
     slow = RIGHT.replace("print", "import time; time.sleep(1)\nprint")
     # Nothing is wrong with it as far as it ran.
-    short = prompt_of(tmp_path, DOUBLE * 5, response_s=3.0)
+    short = prompt_of(tmp_path, DOUBLE * 5, response_s=3.0, sandbox=server)
     assert code.reward(short, slow)["score"] is None
     assert code.reward(short, slow.replace("2 *", "3 *"))["score"] == 0.0
-    late = prompt_of(tmp_path, DOUBLE, wall_clock_s=0.5)
+    late = prompt_of(tmp_path, DOUBLE, wall_clock_s=0.5, sandbox=server)
     assert code.reward(late, slow)["score"] == 0.0
 
 
