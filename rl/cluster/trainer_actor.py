@@ -1,6 +1,5 @@
 """One trainer worker as a Ray actor: a `Learner` with a shard of the policy on one GPU."""
 
-import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -138,8 +137,6 @@ def _failure_of(work: Callable[[], object]) -> Exception | None:
     try:
         work()
     except Exception as error:
-        # They hold the process group, and while that exists engines wait for the others of it.
-        traceback.clear_frames(error.__traceback__)
         if isinstance(error, ray.exceptions.RayTaskError):
             return error.cause if isinstance(error.cause, Exception) else error
         if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.GetTimeoutError):

@@ -17,55 +17,32 @@ LIMIT_S = 180.0
 """Time limit for all engines to join, and for one bucket to be sent and loaded; the first bucket's
 time includes the set-up of NCCL's connections."""
 
-_END_S = 10.0
-
 
 class WeightBroadcast:
     """The process group of this process, which is rank 0, and the ranks of engines."""
 
     def __init__(self, ranks_per_engine: int) -> None:
         self._ranks = ranks_per_engine
-        self._actors: Mapping[int, Any] = {}
-        self._name = ""
+        self._name = f"sparrow-weights-{uuid.uuid4().hex[:8]}"
         self._group: Any = None
 
     def send(self, actors: Mapping[int, Any], bucket: Any, version: str) -> None:
         """Broadcast one bucket of `pack` to `actors`, by their numbers, until all have loaded it.
 
-        The process group is made again if the actors are others than before, or after an error.
-
-        Raises:
-            EngineDied: not all have joined, or loaded the bucket, within `LIMIT_S`.
+        The actors must be the same each time. Raises `EngineDied` if not all have joined, or loaded
+        the bucket, within `LIMIT_S`; they may wait for ever then.
         """
-        try:
-            if self._actors != actors:
-                self._stop()
-                self._start(actors)
-            received = {
-                slot: actor.call.remote("receive", bucket.get_metadata(), self._name, version)
-                for slot, actor in actors.items()
-            }
-            data, group = bucket.get_flattened_tensor(), self._group
-            what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
-            _together(received, lambda: _broadcast(data, group), what)
-        except BaseException:
-            # An engine is gone, or machines cannot reach each other.
-            self._stop()
-            raise
+        if self._group is None:
+            self._group = self._joined(actors)
+        received = {
+            slot: actor.call.remote("receive", bucket.get_metadata(), self._name, version)
+            for slot, actor in actors.items()
+        }
+        data, group = bucket.get_flattened_tensor(), self._group
+        what = f"sending {data.nbytes / 2**20:.0f} MiB of weights by broadcast"
+        _together(received, lambda: _broadcast(data, group), what)
 
-    def _stop(self) -> None:
-        if not self._name:
-            return
-        for actor in self._actors.values():
-            actor.call.remote("leave", self._name)
-        group = self._group
-        self._name, self._group, self._actors = "", None, {}
-        if group is not None:
-            # The wait is limited, as ending NCCL waits for any call that is stuck in it.
-            wait([_in_background(lambda: _destroy(group))], _END_S)
-
-    def _start(self, actors: Mapping[int, Any]) -> None:
-        self._name, self._actors = f"sparrow-weights-{uuid.uuid4().hex[:8]}", dict(actors)
+    def _joined(self, actors: Mapping[int, Any]) -> Any:
         name, address = self._name, ray.util.get_node_ip_address()
         store = listen(address, LIMIT_S)
         port, world = store.port, 1 + len(actors) * self._ranks
@@ -74,7 +51,7 @@ class WeightBroadcast:
             for index, (slot, actor) in enumerate(actors.items())
         }
         what = f"joining the weight broadcast at {address}:{port}"
-        self._group = _together(joined, lambda: _join(store, world, name), what)
+        return _together(joined, lambda: _join(store, world, name), what)
 
 
 def listen(address: str, limit_s: float) -> dist.TCPStore:
@@ -103,14 +80,6 @@ def _broadcast(data: torch.Tensor, group: Any) -> None:
     if data.is_cuda:
         # The caller may reuse the memory once this returns.
         torch.cuda.current_stream(data.device).synchronize()
-
-
-def _destroy(group: Any) -> None:
-    if torch.cuda.is_available():
-        # Destroying an NCCL group the regular way may wait for ranks that are gone.
-        dist.distributed_c10d._abort_process_group(group)
-    else:
-        dist.destroy_process_group(group)
 
 
 def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) -> Any:

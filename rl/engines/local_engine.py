@@ -166,12 +166,6 @@ class LocalEngine(RolloutEngine):
             backend="nccl" if torch.cuda.is_available() else "gloo",
         )
 
-    def leave(self, group: str) -> None:
-        """Leave the process group that `join` has entered."""
-        self._weights_call(
-            "destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", group_name=group
-        )
-
     def receive(self, metadata: Sequence[Any], group: str, version: str) -> None:
         """Load the bucket of tensors `metadata` that rank 0 of the group broadcasts, between
         `prepare_load` and `finish_load`."""

@@ -52,9 +52,6 @@ class Repeatable(Sampler):
             group_name=group,
         )
 
-    def leave(self, group: str) -> None:
-        dist.destroy_process_group(self._group)
-
     def receive(self, metadata: Sequence[Any], group: str, version: str) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
