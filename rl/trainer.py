@@ -53,7 +53,8 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
             trained on.
         EngineDied, TrainersLost: processes died more than `cluster.max_restarts` times without a
             new checkpoint in between.
-        RewardsFailed: the reward function cannot be loaded, or failed for every response.
+        RewardsFailed: the reward function cannot be loaded, or more than half of a step's rewards
+            are missing.
         FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
             finite. A single such step is skipped.
     """

@@ -264,6 +264,7 @@ class LocalEngine(RolloutEngine):
             if not task.done():
                 self.require_alive()
                 if time.monotonic() - began > ANSWER_TIMEOUT_S:
+                    task.cancel()
                     raise EngineDied(f"the engine did not answer within {ANSWER_TIMEOUT_S:.0f} s")
         return task.result()
 

@@ -1,13 +1,17 @@
 """What a rollout takes from an engine's answers, and the buckets that weights travel in."""
 
+import asyncio
 from functools import partial
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from training import PROMPTS
 
-from sparrow_sglang.rl.engines.local_engine import pack
+from sparrow_sglang.rl.engines import local_engine
+from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
+from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.responses import response_text
 from sparrow_sglang.rl.rollout import RolloutError, Sampling, continued, sample_request
 from sparrow_sglang.rl.tasks import math
@@ -134,3 +138,18 @@ def test_buckets_hold_every_tensor_once_and_bound_the_memory() -> None:
     assert list(unpacked) == list(tensors)
     for name, tensor in tensors.items():
         torch.testing.assert_close(unpacked[name], tensor, rtol=0, atol=0)
+
+
+def test_an_engine_that_does_not_answer_a_call_counts_as_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_engine, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(local_engine, "POLL_S", 0.05)
+    engine = LocalEngine.__new__(LocalEngine)
+    loop = asyncio.new_event_loop()
+    engine.engine = SimpleNamespace(loop=loop)
+    engine._processes = cast(Any, SimpleNamespace(require_alive=lambda: None))
+    with pytest.raises(EngineDied):
+        engine._run(asyncio.sleep(60))
+    assert engine._run(asyncio.sleep(0.07, "answered")) == "answered"
+    loop.close()
