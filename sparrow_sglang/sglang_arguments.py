@@ -107,8 +107,12 @@ def stock_attention_backend(server_args: "ServerArgs", model_config: "ModelConfi
     vars(unset).update(vars(record))
     backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     # For pages of several tokens SGLang would choose a backend that can verify trees of drafts.
-    for name in (*backends, "speculative_algorithm", "speculative_eagle_topk"):
+    undecided = dict.fromkeys((*backends, "speculative_algorithm", "speculative_eagle_topk"))
+    for name in undecided:
         _set_field(unset, name, None)
+    # What SGLang has resolved since stands above the fields.
+    resolved = getattr(record, "_resolved_overrides", None) or ()
+    vars(unset)["_resolved_overrides"] = [*resolved, ("sparrow-sglang", undecided)]
     hf_config = model_config.hf_config
     rules = collect_model_override_declarations(hf_config.architectures[0], unset, hf_config)
     chosen = [fields["attention_backend"] for _, fields in rules if "attention_backend" in fields]

@@ -18,6 +18,7 @@ from sparrow_sglang.attention_backends.dense_side import (
     dense_backend,
     dense_problems,
 )
+from sparrow_sglang.plugin.lossless import algorithm
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 64}
 OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
@@ -33,11 +34,11 @@ GPUS = {
 def on_gpu(make_args, tmp_path, monkeypatch):
     """Arguments and config of a model, as a server on such a GPU has them."""
 
-    def build(gpu: str, fields: dict, asked: str | None = None) -> tuple:
+    def build(gpu: str, fields: dict, asked: str | None = None, **server: str) -> tuple:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         # Resolved on this machine, which refuses the flag.
-        args = make_args(save_config(folder, **fields))
+        args = make_args(save_config(folder, **fields), **server)
         msgspec.structs.force_setattr(args, "sparrow_dense_backend", asked)
         # SGLang takes this machine for a platform of its own kind.
         platform = SimpleNamespace(is_out_of_tree=lambda: False)
@@ -70,6 +71,12 @@ def test_dense_passes_go_where_stock_sglang_sends_them(on_gpu, gpu, fields, chos
     args, config = on_gpu(gpu, fields)
     assert dense_backend(args, config) == chosen
     assert args.attention_backend == "sparrow"
+
+
+def test_a_lossless_server_verifies_where_stock_sglang_decodes(on_gpu):
+    algorithm.register()
+    args, config = on_gpu("hopper", LLAMA, speculative_algorithm="SPARROW")
+    assert dense_backend(args, config) == "fa3"
 
 
 def test_the_flag_names_another_backend(on_gpu):
