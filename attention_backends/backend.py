@@ -28,6 +28,7 @@ from sparrow_sglang.attention_backends.paged_decode import (
 from sparrow_sglang.attention_backends.pair_variance import PairVariances
 from sparrow_sglang.hf_config import num_layers_of, window_layers
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.sglang_arguments import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -153,7 +154,11 @@ class SparrowAttnBackend(AttentionBackend):
         self.sparse: PagedDecode
         if on_cuda:
             decode_shape = DecodeShape.of_model(
-                schedule, model_runner.model_config, get_parallel().attn_tp_size, pool.dtype
+                schedule,
+                model_runner.model_config,
+                get_parallel().attn_tp_size,
+                pool.dtype,
+                resolved(model_runner.server_args).speculative_num_draft_tokens,
             )
             step = TritonPagedDecode(self.budgets, req_to_token, decode_shape)
             for layer_id, landmarks in islice(self.landmarks.items(), 1):

@@ -77,14 +77,18 @@ class DecodeShape:
         model_config: "ModelConfig",
         attn_tp_size: int,
         kv_dtype: torch.dtype,
+        draft_tokens: int | None = None,
     ) -> "DecodeShape":
-        """The shape for a model whose heads are split over `attn_tp_size` ranks."""
+        """The shape for a model whose heads are split over `attn_tp_size` ranks.
+
+        A round of lossless decoding goes `draft_tokens` past the end of the context.
+        """
         return cls.of(
             schedule,
             model_config.num_attention_heads // attn_tp_size,
             model_config.get_num_kv_heads(attn_tp_size),
             model_config.head_dim,
-            model_config.context_len,
+            model_config.context_len + (draft_tokens or 0),
             kv_dtype.itemsize,
         )
 

@@ -52,8 +52,10 @@ def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> l
             f"{model}: {group} query heads for each KV head: the GPU kernels take up to"
             f" {MAX_GROUP}; {other}"
         )
-    if model_config.context_len > max_context(page_size):
-        larger = [size for size in PAGE_SIZES if model_config.context_len <= max_context(size)]
+    # A round of lossless decoding goes past the end of the context.
+    longest = model_config.context_len + (server_args.speculative_num_draft_tokens or 0)
+    if longest > max_context(page_size):
+        larger = [size for size in PAGE_SIZES if longest <= max_context(size)]
         or_page = f", or --page-size {larger[0]} with a schedule made for it" if larger else ""
         problems.append(
             f"context length {model_config.context_len}: the GPU kernels address"

@@ -214,14 +214,14 @@ def reserve_decode_buffers(
         rows = min(rows, rows_of_graphs(server_args, requests))
     hf_config = kvc.model_config.hf_config
     schedule, _ = resolve_schedule(server_args, hf_config)
+    draft_tokens = server_args.speculative_num_draft_tokens
     shape = DecodeShape.of_model(
-        schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype
+        schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype, draft_tokens
     )
     needed = buffer_bytes(shape, rows, num_layers_of(hf_config), torch.device("cuda", kvc.gpu_id))
     if is_lossless(server_args):
         # Logits of a round, and as much twice while its probabilities are computed, in fp32.
-        tokens = rows * server_args.speculative_num_draft_tokens
-        needed += 3 * 4 * tokens * kvc.model_config.vocab_size
+        needed += 3 * 4 * rows * draft_tokens * kvc.model_config.vocab_size
     return available_bytes - needed
 
 

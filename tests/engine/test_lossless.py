@@ -34,6 +34,7 @@ POOL = {
     # Requests are admitted whatever they may generate, and do not all fit.
     "max_total_tokens": 1024,
     "schedule_conservativeness": 0.01,
+    "context_length": 512,
 }
 
 
@@ -125,6 +126,19 @@ def test_stop_tokens_and_lengths_end_an_answer_within_a_round(lossless: Any, sto
             assert one["meta_info"]["finish_reason"] == other["meta_info"]["finish_reason"]
 
 
+def test_an_answer_ends_with_the_context(lossless: Any, stock: Any) -> None:
+    """The last rounds go past its end."""
+    fields = {"input_ids": random_prompt(15, 470), "sampling_params": greedy(41)}
+    got, expected = (engine.generate(**fields) for engine in (lossless, stock))
+    assert got["output_ids"] == expected["output_ids"]
+
+
+def test_a_stream_has_the_same_tokens(lossless: Any) -> None:
+    fields = {"input_ids": random_prompt(16, 90), "sampling_params": greedy(30)}
+    *_, last = lossless.generate(**fields, stream=True)
+    assert last["output_ids"] == lossless.generate(**fields)["output_ids"]
+
+
 def test_retracted_requests_are_answered_as_in_stock_sglang(lossless: Any, stock: Any) -> None:
     fields = {
         "input_ids": [random_prompt(20 + seed, 60) for seed in range(8)],
@@ -144,6 +158,9 @@ def test_prefixes_of_answers_are_shared(lossless: Any, stock: Any) -> None:
     got, expected = (engine.generate(**fields) for engine in (lossless, stock))
     assert got["meta_info"]["cached_tokens"] >= 160
     assert got["output_ids"] == expected["output_ids"]
+    # Landmarks of every page in the tree are those of its keys.
+    checked = lossless.tokenizer_manager.sparrow.calls["landmarks"]()
+    assert lossless.loop.run_until_complete(checked)
 
 
 def test_others_go_on_where_one_is_aborted(lossless: Any, stock: Any) -> None:
@@ -185,7 +202,6 @@ def test_new_weights_draft_and_verify(
         ("presence_penalty", 0.5),
         ("min_new_tokens", 2),
         ("logit_bias", {"5": 1.0}),
-        ("sampling_seed", 3),
         ("regex", "a+"),
     ],
 )

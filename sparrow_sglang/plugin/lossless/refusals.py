@@ -46,7 +46,6 @@ _SAMPLING = (
     _Field("repetition_penalty", 1),
     _Field("min_new_tokens", 0),
     _Field("logit_bias", None, "verification applies none"),
-    _Field("sampling_seed", None, "drafts take no seed"),
     _Field("beam_width", None, "beams draft nothing"),
     _Field("watermark", None, "verification applies none"),
     *(_Field(name, None) for name in ("json_schema", "regex", "ebnf", "structural_tag")),

@@ -211,6 +211,7 @@ class TestMemory:
                 "page_size": 16,
                 "max_running_requests": None,
                 "speculative_algorithm": None,
+                "speculative_num_draft_tokens": None,
                 "cuda_graph_config": SimpleNamespace(
                     decode=SimpleNamespace(backend="full", max_bs=512)
                 ),
