@@ -74,24 +74,13 @@ WHISPER = {
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (DEEPSEEK, "model DeepseekV2ForCausalLM: multi-head latent attention (MLA)"),
-        (
-            GEMMA4,
-            "Gemma4ForConditionalGeneration: sliding windows in a KV pool of their own, for",
-        ),
-        (GEMMA2, "soft-capped attention scores"),
-        (QWEN2_WINDOW, "model Qwen2ForCausalLM: sliding windows in all layers: none keeps the"),
-        (FALCON_H1, "model FalconH1ForCausalLM: hybrid attention: some of its layers keep"),
-        (QWEN3_NEXT, "model Qwen3NextForCausalLM: linear attention on a CPU: SGLang has only GPU"),
-        (WHISPER, "model WhisperForConditionalGeneration: encoder-decoder"),
-    ],
+    "config",
+    [DEEPSEEK, GEMMA4, GEMMA2, QWEN2_WINDOW, FALCON_H1, QWEN3_NEXT, WHISPER],
+    ids=lambda config: config["model_type"],
 )
-def test_model(make_args, tmp_path, config, message):
+def test_model(make_args, tmp_path, config):
     with pytest.raises(ValueError) as error:
         make_args(save_config(tmp_path, **config))
-    assert message in str(error.value)
     assert "choose another --attention-backend" in str(error.value)
 
 
@@ -236,39 +225,30 @@ def test_other_ends_of_a_range(make_args, fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "messages"),
+    ("fields", "named"),
     [
-        (
-            {"tp_size": 1, "dp_size": 2, "enable_dp_attention": True},
-            ["tp_size=1, dp_size=2: its replicas share", "a --tp-size that is a multiple of"],
-        ),
+        ({"tp_size": 1, "dp_size": 2, "enable_dp_attention": True}, "dp_size=2"),
         (
             {"attention_backend": None, "decode_attention_backend": "sparrow"},
-            ["prefill attention backend None, decode attention backend 'sparrow'"],
+            "prefill attention backend None",
         ),
-        (
-            {"prefill_attention_backend": "torch_native"},
-            ["prefill attention backend 'torch_native', decode attention backend 'sparrow'"],
-        ),
-        ({"sparrow_audit_log": "x"}, ["sparrow_audit_log='x': nothing is audited"]),
-        (
-            {"sparrow_audit_rate": 0.1, "sparrow_audit_log": ""},
-            ["sparrow_audit_log='': expected a folder"],
-        ),
+        ({"prefill_attention_backend": "torch_native"}, "prefill attention backend 'torch_native'"),
+        ({"sparrow_audit_log": "x"}, "sparrow_audit_log='x'"),
+        ({"sparrow_audit_rate": 0.1, "sparrow_audit_log": ""}, "sparrow_audit_log=''"),
         (
             {"sparrow_audit_rate": 0.1, "sparrow_audit_log": f"{__file__}/log"},
-            [f"sparrow_audit_log='{__file__}/log': expected a folder that can be made and written"],
+            f"sparrow_audit_log='{__file__}/log'",
         ),
         (
             {"cuda_graph_backend_prefill": "full", "device": "cuda"},
-            ["cuda_graph_config[prefill].backend='full'", "pass --cuda-graph-backend-prefill b"],
+            "cuda_graph_config[prefill].backend='full'",
         ),
     ],
 )
-def test_arguments_that_do_not_go_together(make_args, fields, messages):
+def test_arguments_that_do_not_go_together(make_args, fields, named):
     with pytest.raises(ValueError) as error:
         make_args(**fields)
-    assert all(message in str(error.value) for message in messages)
+    assert named in str(error.value)
 
 
 def test_environment(make_args, monkeypatch):

@@ -13,8 +13,6 @@ from packaging.requirements import Requirement
 
 from sparrow_sglang import sglang_arguments, sglang_install
 from sparrow_sglang.commands import cli
-from sparrow_sglang.commands.serve import check_flags
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, layer_refusals, registration, server_args
 from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.state import PROCESS
@@ -81,34 +79,6 @@ class TestInstallation:
             f" {tmp_path / 'theirs' / 'sglang'}: keep one"
         )
 
-    @pytest.mark.parametrize(
-        ("versions", "package", "message"),
-        [
-            ([], None, "SGLang is not installed; "),
-            (["0.5.17"], None, "SGLang is installed in part: its package is missing; "),
-            (["0.5.17"], "empty", "is installed in part: srt/server_args.py is missing; "),
-            ([], "whole", "expected one that pip knows; "),
-            (["git"], "whole", "SGLang git in "),
-        ],
-    )
-    def test_a_half_installed_one(
-        self,
-        pretend: Pretend,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-        versions: list[str],
-        package: str | None,
-        message: str,
-    ) -> None:
-        pretend(*versions)
-        found = SimpleNamespace(origin=str(tmp_path / "__init__.py")) if package else None
-        if package == "whole":
-            (tmp_path / "srt").mkdir()
-            (tmp_path / "srt" / "server_args.py").touch()
-        monkeypatch.setattr(sglang_install, "find_spec", lambda name: found)
-        [problem] = version_problems()
-        assert message in problem and "\n" not in problem and problem.endswith(INSTALL)
-
 
 class TestRefusal:
     def test_arguments_of_an_engine(self, older: str, tiny_llama: str) -> None:
@@ -128,10 +98,6 @@ class TestRefusal:
     def test_a_scheduler_does_not_start(self, older: str) -> None:
         with pytest.raises(UnsupportedError, match=older):
             registration.build_backend(SimpleNamespace())
-
-    def test_serve_says_so_before_anything_else(self, older: str) -> None:
-        with pytest.raises(InputError, match=older):
-            check_flags(["--no-such-flag"])
 
     def test_serve_names_a_list_of_plugins_without_ours(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
