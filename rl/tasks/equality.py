@@ -33,7 +33,8 @@ _SIMPLER = {
         r"\\frac *(\d)(\d)": r"\\frac{\1}{\2}",
         r"\\([lg])eq(?![a-z])": r"\\\1e",
         r"\^ *(?:\\circ|\{ *\\circ *\}) *(?:[CF]\b)?": "",
-        r"\\(?:left|right|displaystyle)(?![a-z])|\\[()\[\]!]|\\?\$": "",
+        r"\\(?:left|right|displaystyle)(?![a-z])|\\! *|\\[()\[\]]|\\?\$": "",
+        r"\\varnothing(?![a-z])": r"\\emptyset",
         r"\\%": "%",
         r"\*\*": "^",
         r"\{,\}": ",",
@@ -54,8 +55,8 @@ _NAMED = re.compile(r" *(?:\|?[A-Za-z]+\|?|[A-Za-z]\([^()=]*\)|[A-Za-z]_\{?\w\}?
 _BASED = re.compile(r"\(?0*([0-9A-Fa-f]+)\)?_\{?(\w+)\}?")
 _BRACKETS = re.compile(r"(\\\{|[(\[])[^()\[\]]*,[^()\[\]]*(\\\}|[)\]])")
 _UNIT = re.compile(
-    r"(.*(?:[\d)}\]]|\\pi|\\infty)) *(%| (?!and |or )(?:[a-zA-Z]{2,}|[mshgLlNJWVA]\b)[a-zA-Z /.]*)"
-    r" ?(\^ ?\{?-?\d\}?)?"
+    r"(.*(?:[\d)}\]]|\\pi|\\infty)) *"
+    r"(%| (?!and |or )(?:[a-zA-Z]{2,}|[ap]\.|[mshgLlNJWVA]\b)[a-zA-Z /.]*) ?(\^ ?\{?-?\d\}?)?"
 )
 _UNITS = dict(
     pair.split("=")
@@ -184,7 +185,7 @@ def _verified(gold: str, answer: str, same_form: bool = False) -> bool:
     brackets = [found.groups() for text in (gold, answer) if (found := _BRACKETS.fullmatch(text))]
     if len(set(brackets)) == 2:
         return False
-    parsed = [_parsed(text) for text in (gold, answer)]
+    parsed = [_parsed(_signs(text)) for text in (gold, answer)]
     if not all(parsed) or same_form and len({_form(one[0]) for one in parsed}) == 2:
         return False
     # An inequality is the interval that it describes.
@@ -192,6 +193,13 @@ def _verified(gold: str, answer: str, same_form: bool = False) -> bool:
         *parsed, float_rounding=15, timeout_seconds=_limit(), allow_set_relation_comp=True
     )
     return verdict
+
+
+def _signs(text: str) -> str:
+    """Both values of an expression with one plus-minus sign, outside of brackets."""
+    if text.count("\\pm") != 1 or re.search(r"[(\[,]", text):
+        return text
+    return ", ".join(text.replace("\\pm", sign) for sign in "+-")
 
 
 def _parsed(text: str) -> list[Any]:
