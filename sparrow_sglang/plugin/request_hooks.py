@@ -91,7 +91,7 @@ def check_request(
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size)
         if state.lossless:
-            require_lossless(request)
+            require_lossless(request, request_state(given).option)
 
 
 def report_in_response(

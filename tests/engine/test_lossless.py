@@ -203,15 +203,15 @@ def test_new_weights_draft_and_verify(
         ("min_new_tokens", 2),
         ("logit_bias", {"5": 1.0}),
         ("regex", "a+"),
+        ("report", {"sparrow": {"report": True}}),
     ],
 )
 def test_requests_that_a_round_cannot_honour_are_rejected(
     lossless: Any, field: str, value: Any
 ) -> None:
+    parameters = {"custom_params": value} if field == "report" else {field: value}
     with pytest.raises(ValueError, match=field):
-        lossless.generate(
-            input_ids=random_prompt(60, 20), sampling_params=greedy(4, **{field: value})
-        )
+        lossless.generate(input_ids=random_prompt(60, 20), sampling_params=greedy(4, **parameters))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """What lossless decoding refuses: arguments, models, and fields of requests."""
 
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
-from sparrow_sglang.request_options import RequestError
+from sparrow_sglang.mismatch.exact_rates import VARIABLE as RECORDED
+from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.sglang_install import LOCKED, installed_version
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
         for name, (neutral, why) in _ARGUMENTS.items()
         if (getattr(server_args, name, None) or neutral) != neutral
     ]
+    if RECORDED in os.environ:
+        problems.append(f"{field} with {RECORDED} set: drafts are not recorded; unset it")
     if tokens is not None and not 2 <= tokens <= MAX_DRAFT_TOKENS:
         problems.append(
             f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the bonus"
@@ -112,8 +116,10 @@ def lossless_model_problems(server_args: "ServerArgs", model_config: "ModelConfi
     ]
 
 
-def require_lossless(request: "TokenizedGenerateReqInput") -> None:
+def require_lossless(request: "TokenizedGenerateReqInput", option: RequestOption | None) -> None:
     """Raise `RequestError` if the request has a field that a round would not honour exactly."""
+    if option is not None and option.report:
+        raise RequestError("report=true with lossless decoding: tokens are dense; expected false")
     for part, fields in ((request.sampling_params, _SAMPLING), (request, _REQUEST)):
         for name, neutral, why in fields:
             value = getattr(part, name, None)

@@ -10,6 +10,7 @@ import torch
 from frequencies import p_value, sampled_from
 
 from sparrow_sglang.plugin.lossless import acceptance
+from sparrow_sglang.plugin.lossless.metrics import DraftCounters
 
 ALL = 1 << 30
 
@@ -122,3 +123,15 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> Non
     q = torch.tensor([[[0.5, 0.5, 1e-9]]])
     for _ in range(50):
         assert acceptance.accept(tokens, ids, q, p).bonus.item() != 2
+
+
+def test_counters_sum_the_rates_of_drafts_whose_predecessors_were_accepted() -> None:
+    from prometheus_client import REGISTRY
+
+    counters = DraftCounters()
+    rates = torch.tensor([[0.5, 0.25, 0.9], [1.0, 0.75, 0.5]])
+    outcome = acceptance.Outcome(torch.tensor([0, 2]), torch.zeros(2), rates)
+    counters.add(outcome)
+    counters.publish()
+    assert REGISTRY.get_sample_value("sparrow:drafts_total") == 4
+    assert REGISTRY.get_sample_value("sparrow:draft_acceptance_total") == 2.75
