@@ -257,6 +257,8 @@ def test_a_kl_term_begins_at_none_and_a_resumed_run_has_the_same_reference(
     first, *later = [row["actor/kl_loss"] for row in written]
     assert first == pytest.approx(0, abs=1e-9)
     assert 0 < later[0] < later[1]
+    # A resumed run draws other numbers than the steps before it.
+    assert [engine.arguments["random_seed"] for engine in stand_ins] == [0, 2]
 
 
 def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(
