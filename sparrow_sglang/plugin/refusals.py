@@ -224,6 +224,9 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         if not hasattr(server_args, rule.field):
             # This version has no such feature.
             continue
+        # 0.5.15 gives every server this port, and opens it only with SGLANG_ENABLE_GRPC.
+        if rule.field == "grpc_port" and not getattr(server_args, "enable_grpc", True):
+            continue
         value = getattr(server_args, rule.field)
         if rule.refused(value):
             problems.append(f"{rule.field}={value!r}: {rule.why}; {rule.fix}")
