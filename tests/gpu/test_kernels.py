@@ -75,12 +75,9 @@ def test_a_step_equals_the_contract(device: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("page_size", "heads", "head_dim", "dtype"),
     [
-        (16, 2, 64, BF16),
-        (32, 3, 128, FP16),
-        (64, 1, 256, BF16),
-        (16, 8, 128, FP16),
         (16, 3, 80, BF16),
-        (32, 2, 96, FP16),
+        (32, 2, 128, FP16),
+        (64, 1, 256, BF16),
     ],
 )
 def test_bulk_landmarks(
@@ -126,8 +123,8 @@ def test_long_rows(device: str, pages: int, splits: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("budget", [3, 4, 9, 39])
-@pytest.mark.parametrize("kinds", [1, 2, 5])
+@pytest.mark.parametrize("budget", [4, 9, 39])
+@pytest.mark.parametrize("kinds", [1, 5])
 def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None:
     step = Step(device, [40 * 16, 39 * 16 + 1], seed=kinds)
     palette = step.landmarks[step.page_table[0, :kinds].long()].clone()
@@ -146,23 +143,6 @@ def test_ties_go_to_the_lower_page(device: str, budget: int, kinds: int) -> None
     physical = step.page_table.long()[torch.arange(2, device=device)[:, None, None], wanted]
     assert counts.tolist() == [budget, budget]
     assert torch.equal(page_ids[..., :budget].long(), physical)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("budget", range(4, 40, 7))
-def test_scores_one_fp32_step_apart_are_told_apart(device: str, budget: int) -> None:
-    step = Step(device, [40 * 16], (1, 1))
-    steps = torch.randperm(128, generator=torch.Generator().manual_seed(budget))[:40] // 3
-    # score = 1 + steps · 2^-23, exact in fp32: neighbouring keys, some of them twice or thrice.
-    step.q.zero_()
-    step.q[0, 0, 0], step.q[0, 0, 1] = 1.0, 2.0**-16
-    step.landmarks.zero_()
-    table = step.page_table[0, :40].long()
-    step.landmarks[table, 0, 0] = 1.0
-    step.landmarks[table, 0, 1] = (steps / 128).to(BF16).to(device)
-    page_ids, _ = step.select(budget, 40, SelectLaunch(1, 16))
-    middle = sorted(range(1, 38), key=lambda page: (-int(steps[page]), page))[: budget - 3]
-    assert page_ids[0, 0, :budget].tolist() == table[[0, *sorted(middle), 38, 39]].tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -213,7 +193,7 @@ def test_the_threshold_of_scores_that_are_not_normal(device: str, scores: torch.
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("page_size", "head_dim", "dtype"),
-    [(16, 64, BF16), (64, 128, FP16), (16, 80, FP16), (16, 96, BF16)],
+    [(64, 128, FP16), (16, 96, BF16)],
 )
 def test_the_page_just_filled_gets_its_landmark(
     device: str, page_size: int, head_dim: int, dtype: torch.dtype
@@ -231,16 +211,6 @@ def test_the_page_just_filled_gets_its_landmark(
     others[filled] = False
     assert torch.equal(step.landmarks[others].nan_to_num(7), before[others].nan_to_num(7))
     assert_selected(step, page_ids, counts, [9] * 4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("splits", [1, 8, 9, 33, 128])
-def test_every_page_is_dense_attention(device: str, splits: int) -> None:
-    step = Step(device, [400, 1, 129])
-    counts = torch.tensor(step.pages, dtype=torch.int32, device=device)
-    page_ids = step.page_table[:, None].expand(-1, 2, -1)
-    out = step.decode(page_ids, counts, DecodeLaunch(splits, 32))
-    assert relative_error(out, step.attend(page_ids, counts)) <= 5e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -265,30 +235,12 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_lies_beside_a_padded_head_is_neither_read_nor_written(device: str) -> None:
-    """The neighbour head's keys and values are infinite, and its part of the output is checked."""
-    step = Step(device, [640], (4, 2), 80, dtype=FP16)
-    page_ids, counts = step.select(9, 9, SelectLaunch(2, 16))
-    alone = step.decode(page_ids, counts, DecodeLaunch(2, 32))
-    landmark_of_first = step.landmarks[:, 0].clone()
-    for pool in (step.k, step.v, step.landmarks):
-        pool[:, 1] = torch.inf
-    again, _ = step.select(9, 9, SelectLaunch(2, 16), update_landmark=True)
-    assert torch.equal(again[:, 0], page_ids[:, 0])
-    beside = step.decode(page_ids, counts, DecodeLaunch(2, 32))
-    assert torch.equal(beside[:, :2], alone[:, :2])
-    assert torch.equal(step.landmarks[1:, 0], landmark_of_first[1:])
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("page", "dim", "dtype", "pairs"),
     [
-        (16, 64, BF16, 24),
         (32, 128, FP16, None),
         (64, 256, BF16, None),
         (16, 80, FP16, 40),
-        (16, 96, BF16, 16),
     ],
 )
 def test_int4_landmarks_of_a_prefill_and_of_the_page_just_filled(

@@ -1,13 +1,9 @@
-"""Requests of random lengths come, grow, end, are aborted or retracted; their pages are used again.
+"""Requests of random lengths come, grow and end; their pages are used again.
 
 The tests are small enough for NVIDIA's compute-sanitizer; docs/testing.md says how to run it.
 """
 
-import asyncio
-import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.schedule import BudgetSchedule
 
 pytestmark = [
@@ -28,7 +23,6 @@ PAGE = 16
 LONGEST = 3000
 ROWS = 12
 POOL_PAGES = 900
-GRAPH_BATCHES = (4, 8, 12)
 STEPS = 40
 
 SCHEDULE = BudgetSchedule(
@@ -132,43 +126,6 @@ def test_steps_launched_one_by_one(head_dim: int) -> None:
     requests.require_landmarks()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_steps_that_are_captured_and_replayed_padded(head_dim: int) -> None:
-    requests = Requests(head_dim, seed=head_dim)
-    captured = {batch: _capture(requests, batch) for batch in GRAPH_BATCHES}
-    for _ in range(STEPS):
-        _come_and_go(requests)
-        rows, lengths = requests.advance()
-        batch = min(size for size in GRAPH_BATCHES if size >= len(rows))
-        graph, static, query, out = captured[batch]
-        padded = torch.ones(batch, dtype=torch.int64)
-        padded[: len(rows)] = lengths
-        static[0].zero_()
-        static[0][: len(rows)].copy_(rows)
-        static[1].copy_(padded)
-        query.copy_(requests.query(batch))
-        requests.step.plan_decode(static[0], static[1], padded, captured=True)
-        graph.replay()
-        assert out.isfinite().all()
-    requests.require_landmarks()
-
-
-def _capture(requests: Requests, batch: int) -> tuple[Any, tuple[Any, Any], Any, Any]:
-    static = (
-        torch.zeros(batch, dtype=torch.int64).to(DEVICE),
-        torch.ones(batch, dtype=torch.int64).to(DEVICE),
-    )
-    query = requests.query(batch)
-    requests.step.plan_decode(*static, static[1].cpu(), captured=True)
-    for _ in range(2):
-        requests.decode(query)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = requests.decode(query)
-    return graph, static, query, out
-
-
 def _come_and_go(requests: Requests) -> None:
     if len(requests.lengths) > 1 and requests.draw.random() < 0.3:
         requests.leave()
@@ -176,71 +133,3 @@ def _come_and_go(requests: Requests) -> None:
         requests.leave()
     while len(requests.lengths) < 2 or requests.draw.random() < 0.4:
         requests.admit()
-
-
-def test_an_engine_with_aborts_and_retraction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sglang
-
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
-    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "25")
-    _save_shapes(tmp_path)
-    with sglang.Engine(
-        model_path=str(tmp_path),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        attention_backend="sparrow",
-        sparrow_schedule="fixed-128",
-        max_running_requests=8,
-        max_total_tokens=6144,
-        cuda_graph_max_bs_decode=8,
-        disable_prefill_cuda_graph=True,
-        chunked_prefill_size=512,
-        # The sanitizer makes everything many times slower.
-        watchdog_timeout=3600,
-        log_level="error",
-    ) as served:
-        served.loop.run_until_complete(_wave(served, 24))
-        assert connect(served).call_sparrow("landmarks")["pages"] > 0
-
-
-async def _wave(served: Any, count: int) -> None:
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    async def one(number: int) -> None:
-        draw = random.Random(number)
-        request = GenerateReqInput(
-            input_ids=draw.choices(range(3, 1000), k=int(2 ** draw.uniform(0, 9.8))),
-            sampling_params={"max_new_tokens": draw.randint(1, 50), "ignore_eos": True},
-            rid=f"request-{number}",
-            stream=True,
-        )
-        seen = 0
-        async for _ in served.tokenizer_manager.generate_request(request, None):
-            seen += 1
-            if number % 4 == 0 and seen == 5:
-                served.tokenizer_manager.abort_request(f"request-{number}")
-
-    await asyncio.gather(*(one(number) for number in range(count)))
-
-
-def _save_shapes(folder: Path) -> None:
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "torch_dtype": "bfloat16",
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config))

@@ -13,7 +13,6 @@ from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.learner import Learner
-from sparrow_sglang.rl.policy.chunked_logprobs import token_logprobs
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.selected_attention import attend_by_blocks, block_mask
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule, attend_by_rows, padding
@@ -158,36 +157,6 @@ def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
         first.named_weights(), second.named_weights(), strict=True
     ):
         assert torch.equal(weight, other), name
-
-
-def test_gradients_in_bf16_add_up_as_in_float64(model):
-    config = ModelConfig(path=model, dtype="bfloat16", micro_batch_tokens=1)
-    policy = DensePolicy.load(config, OptimizerConfig(grad_clip=1e9), "cuda")
-    draw = np.random.default_rng(0)
-    sequences = [(draw.integers(0, 49_000, 4).tolist(), [7]) for _ in range(256)]
-    parameters = list(policy.model.parameters())
-    exact = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-    policy.model.train()
-    for packed in policy.micro_batches(sequences):
-        loss = token_logprobs(policy.hidden(packed), policy.head, packed.targets)[0].sum()
-        for total, part in zip(exact, torch.autograd.grad(loss, parameters), strict=True):
-            total += part.double()
-    norm = torch.stack([total.norm() for total in exact]).norm()
-    result = policy.loss_step(sequences, lambda logprobs, _: logprobs.sum())
-    # Kernels with atomic additions change the last bits of each micro-batch's gradients.
-    assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
-
-
-def test_entropies_and_logprobs_of_a_chunk_are_those_in_float64():
-    torch.manual_seed(0)
-    hidden = torch.randn(3000, 256, device="cuda").bfloat16()
-    weight = torch.randn(49_152, 256, device="cuda").bfloat16() / 8
-    tokens = torch.randint(0, 49_152, (3000,), device="cuda")
-    logprobs, entropies = token_logprobs(hidden, weight, tokens, 0.7, entropies=True)
-    exact = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, 1)
-    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), atol=1e-3, rtol=0)
-    expected = exact.gather(1, tokens[:, None]).squeeze(1)
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-3, rtol=0)
 
 
 # -- the server

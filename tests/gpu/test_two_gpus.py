@@ -4,8 +4,6 @@ The output of each rank is compared with transformers and the contract's loop, t
 the engine's own samples; requests are routed to each replica by its rank.
 """
 
-import asyncio
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from oracle import ContractModel
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.client.control import get_schedule, set_schedule
-from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.schedule import BudgetSchedule
@@ -195,55 +192,6 @@ def test_requests_of_every_replica_are_audited(
         )
     assert torch.cat(sparse).abs().max() < 1e-5
     assert torch.cat(dense).abs().mean() < NOISE
-
-
-def test_landmarks_of_every_rank_are_those_of_their_pages(engine: LocalEngine, layout: str) -> None:
-    """Checked while requests run on all replicas, and then for pages in the prefix cache."""
-    manager, ranks = engine.engine.tokenizer_manager, replicas(layout)
-
-    async def request(number: int) -> None:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        draw = random.Random(number)
-        await asyncio.sleep(draw.random())
-        asked = GenerateReqInput(
-            input_ids=PROMPTS[0][: draw.choice([0, 96])] + random_prompt(number, 90),
-            sampling_params={"max_new_tokens": draw.randint(1, 200), "ignore_eos": True},
-            routed_dp_rank=ranks[number % len(ranks)],
-        )
-        async for _ in manager.generate_request(asked, None):
-            pass
-
-    async def load() -> int:
-        from sglang.srt.managers.io_struct import (
-            ContinueGenerationReqInput,
-            PauseGenerationReqInput,
-        )
-
-        running = [asyncio.ensure_future(request(number)) for number in range(24)]
-        checks = 0
-        while not all(task.done() for task in running):
-            await asyncio.sleep(0.2)
-            await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-            await manager.sparrow.calls["landmarks"]()
-            await manager.continue_generation(ContinueGenerationReqInput())
-            checks += 1
-        await asyncio.gather(*running)
-        return checks
-
-    assert engine.engine.loop.run_until_complete(load()) >= 2
-    # Once audits are over, nothing but the prompt of a request for each replica is cached.
-    outcomes(engine.engine)
-    set_schedule(engine.engine, "fixed-64")
-    for rank in ranks:
-        engine.engine.generate(
-            input_ids=PROMPTS[0],
-            # Requests at another temperature than 1 are not audited.
-            sampling_params={"max_new_tokens": 1, "temperature": 0},
-            routed_dp_rank=rank,
-        )
-    pages = len(ranks) * (len(PROMPTS[0]) // 16)
-    assert connect(engine.engine).call_sparrow("landmarks") == {"pages": pages}
 
 
 def test_new_weights_reach_every_rank(

@@ -4,9 +4,7 @@ Triton takes seconds to compile one, and compiles another for each new set of co
 for numbers that are 1 or multiples of 16.
 """
 
-import subprocess
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
-from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS, decode_launch
-from sparrow_sglang.attention_backends.kernels.select import select_launch
+from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.selection import SelectionRule
@@ -105,64 +101,3 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
     for rest in BATCHES:
         decode(max(BATCHES) + rest)
     assert compiled == []
-
-
-def assert_no_spills(
-    folder: Path, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int
-) -> None:
-    """`types` of the arguments that are not int32; the kernel is compiled for an H100."""
-    types = types | dict.fromkeys(constants, "constexpr")
-    names = [each.name for each in kernel.params]
-    aligned = [
-        index
-        for index, name in enumerate(names)
-        if types.get(name, "").startswith("*") or name.endswith("_stride")
-    ]
-    source = triton.compiler.ASTSource(
-        kernel,
-        {name: types.get(name, "i32") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(index,): [["tt.divisibility", 16]] for index in aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run(
-        [tool, "-res-usage", binary], capture_output=True, text=True, check=True
-    ).stdout
-    assert " REG:" in usage and " STACK:0 " in usage, usage
-
-
-@pytest.mark.parametrize("batch", [1, 64])
-def test_attention_spills_no_registers(tmp_path: Path, batch: int) -> None:
-    """The registers of a program, often of a single warp, must hold a tile."""
-    launch = decode_launch(batch, 8, DIM, 4096, CPU, 2)
-    constants = {
-        "sinks": None, "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "MMA_ROWS": 16,
-        "BLOCK": launch.block_tokens, "STAGES": launch.stages, "EVERY_PAGE": False,
-        "HAS_ATTN_SINKS": False, "SPLIT": True, "AFTER_SELECT": False, "BEFORE_MERGE": True,
-    }  # fmt: skip
-    types = dict.fromkeys(("q", "k_buffer", "v_buffer", "out"), "*bf16")
-    types |= dict.fromkeys(("page_ids", "num_selected", "seq_lens"), "*i32")
-    types |= dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
-    types |= dict.fromkeys(("scale", "v_scale"), "fp32")
-    options = {"num_warps": launch.num_warps, "num_stages": launch.stages}
-    assert_no_spills(tmp_path, decode._decode_kernel, types, constants, **options)
-
-
-def test_selection_spills_no_registers(tmp_path: Path) -> None:
-    """A row's keys stay in registers while the threshold is searched."""
-    launch = select_launch(1, 8, DIM, PAGES, CPU, int4=True)
-    constants = {
-        "HEADS": 8, "GROUP": 4, "D": DIM, "PAGE": 16, "SINK_PAGES": 1, "RECENT_PAGES": 2,
-        "UPDATE_LANDMARK": True, "LANDMARKS": 4, "PAIRS": 32, "GROUP_PAD": 4,
-        "MMA_COLUMNS": 16, "BLOCK": launch.block_pages, "STAGES": launch.stages,
-        "CHUNK": 2048, "DEPENDENTS": False,
-    }  # fmt: skip
-    types = dict.fromkeys(("q", "k_buffer"), "*bf16")
-    types |= {"landmarks": "*u8", "scales": "*fp16", "pairs": "*i64"}
-    pointers = ("page_table", "seq_lens", "num_selected", "page_ids", "keys")
-    types |= dict.fromkeys((*pointers, "arrivals"), "*i32")
-    kernel = select._select_kernel
-    assert_no_spills(tmp_path, kernel, types, constants, num_warps=launch.num_warps)

@@ -6,12 +6,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from configs import save_config
 
 from sparrow_sglang.attention_backends import kernels
 from sparrow_sglang.attention_backends.kernel_limits import (
-    MAX_PAGES,
     kernel_problems,
     rule_problems,
 )
@@ -40,17 +38,12 @@ def problems(make_args, tmp_path):
     return find
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_head_dims_that_are_served(problems, head_dim):
-    assert problems({"head_dim": head_dim}) == []
-
-
-@pytest.mark.parametrize("head_dim", [16, 48, 72, 112, 160, 192, 512])
-def test_other_head_dims_are_named(problems, head_dim):
-    assert problems({"head_dim": head_dim}) == [
-        f"model LlamaForCausalLM: head_dim={head_dim}: the GPU kernels are built for 64, 80, 96,"
-        " 128, 256; choose another --attention-backend for it"
-    ]
+@pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 112, 128, 192, 256, 512])
+def test_head_dims(problems, head_dim):
+    served = head_dim in (64, 80, 96, 128, 256)
+    assert [f"head_dim={head_dim}" in problem for problem in problems({"head_dim": head_dim})] == (
+        [] if served else [True]
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,30 +71,21 @@ def test_query_heads_of_a_kv_head(problems, heads, kv_heads, arguments, group):
     assert found == [] if group is None else expected in found[0] and len(found) == 1
 
 
-@pytest.mark.parametrize(
-    ("page_size", "longest", "remedy"),
-    [
-        (16, 524_272, ", or --page-size 32 with a schedule made for it"),
-        (32, 1_048_544, ", or --page-size 64 with a schedule made for it"),
-        (64, 2_097_088, ""),
-    ],
-)
-def test_context(problems, page_size, longest, remedy):
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_context(problems, page_size):
     """The limit is a number of pages, which are counted in 15 bits."""
-    assert longest == (2**15 - 1) * page_size
+    longest = (2**15 - 1) * page_size
     config = {"head_dim": 64, "max_position_embeddings": longest}
     assert problems(config, page_size=page_size) == []
     config["max_position_embeddings"] = longest + 1
-    assert problems(config, page_size=page_size) == [
-        f"context length {longest + 1}: the GPU kernels address {longest} tokens at page size"
-        f" {page_size} (32767 pages); pass --context-length {longest}{remedy}"
-    ]
+    [problem] = problems(config, page_size=page_size)
+    assert f"--context-length {longest}" in problem
     assert problems(config, page_size=page_size, context_length=longest) == []
 
 
 def test_dtype(problems):
     [problem] = problems({"head_dim": 64}, dtype="float32")
-    assert problem == "dtype float32: the GPU kernels need 16 bits; pass --dtype bfloat16"
+    assert problem.startswith("dtype float32")
 
 
 def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
@@ -120,15 +104,6 @@ def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
         server_args._check_resolved(args)
-
-
-def test_a_page_table_of_the_longest_context_fits_and_one_page_more_is_refused():
-    from sparrow_sglang.attention_backends.kernels import select
-
-    scratch = select.allocate_select_scratch(1, 1, MAX_PAGES + 1, torch.device("meta"))
-    select._check_scratch(scratch, 1, MAX_PAGES)
-    with pytest.raises(ValueError, match="32768 columns: expected at most 32767"):
-        select._check_scratch(scratch, 1, MAX_PAGES + 1)
 
 
 @pytest.mark.parametrize(("pairs", "fits"), [(None, True), (16, True), (12, False)])

@@ -71,15 +71,6 @@ def int4_rule(page_size: int, pairs: Any = None, weights: Any = None) -> Selecti
     )
 
 
-def test_the_published_rule_scores_bit_for_bit_by_the_mean_query_and_the_pages_mean():
-    keys, q = torch.randn(30, 16, 3, 64), torch.randn(2, 9, 64)
-    table = torch.randperm(30).view(2, 15)
-    means = keys.mean(dim=1, dtype=torch.float32)
-    mean_query = q.view(2, 3, 3, 64).mean(dim=2)
-    expected = torch.einsum("bhd,bnhd->bhn", mean_query, means[table])
-    assert torch.equal(reference.score_pages(q, reference.page_landmarks(keys), table), expected)
-
-
 def test_int4_landmarks_are_packed_by_rotary_pair_and_rounded_half_to_even():
     """One head of 16 dimensions; the largest mean is 7, so the scale is 1 and codes are means."""
     keys = torch.zeros(1, 16, 1, 16)

@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_lines import refusal
 
 from sparrow_sglang.benchmarks import step
-from sparrow_sglang.benchmarks.common import add_row, known_models, tokens_per_round
+from sparrow_sglang.benchmarks.common import known_models, tokens_per_round
 from sparrow_sglang.benchmarks.step import (
     batch_lengths,
     compare,
-    memory_gb,
     model_shape,
     routes_alike,
     step_bytes,
     time_steps,
 )
-from sparrow_sglang.commands import cli
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
@@ -85,19 +82,6 @@ def test_bytes_of_a_step_by_hand() -> None:
     landmarks = 4 * kv // 2
     fp8 = weights + (2 * 140 * kv + sparse - landmarks) / 2 + landmarks
     assert step_bytes(halved, [100, 40], schedule) == fp8
-
-
-def test_every_gpu_reads_its_part_of_a_step() -> None:
-    shape = model_shape("qwen3-8b")
-    whole = step_bytes(shape, [1000, 400], BudgetSchedule.fixed(64))
-    assert step_bytes(shape, [1000, 400], BudgetSchedule.fixed(64), ranks=2) == whole / 2
-
-
-def test_experts_that_a_step_does_not_read_are_in_memory_all_the_same() -> None:
-    shape = model_shape("qwen3-30b-a3b")
-    # 30.2 billion weights of 2 bytes; a token's KV takes 48 layers * 4 heads * 128 * 2 * 2 bytes.
-    assert memory_gb(shape, [32768] * 16, 1) == pytest.approx(60.4 + 51.5, abs=0.2)
-    assert memory_gb(shape, [32768] * 16, 2) == pytest.approx((60.4 + 51.5) / 2, abs=0.2)
 
 
 def test_a_floor_counts_the_experts_that_dummy_weights_choose() -> None:
@@ -177,20 +161,6 @@ def test_a_step_is_timed_without_prefill_and_prefill_with_an_empty_cache(
     assert (measured["batch"], measured["cached_tokens"]) == (2, 1500)
 
 
-def test_rounds_are_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch)
-    generate = engine.generate
-
-    def in_rounds(input_ids: Any, sampling_params: dict[str, Any]) -> list[Any]:
-        answers = generate(input_ids, sampling_params)
-        for answer in answers:
-            answer["meta_info"]["spec_verify_ct"] = sampling_params["max_new_tokens"] // 8
-        return answers
-
-    monkeypatch.setattr(engine, "generate", in_rounds)
-    assert time_steps(engine, [1000], 50_000, repeats=1)["step_ms"] == 8 * 2000
-
-
 def test_tokens_of_a_round_follow_from_the_acceptance_rate() -> None:
     assert tokens_per_round(4, 1.0) == 5
     assert tokens_per_round(8, 0.9) == pytest.approx((1 - 0.9**9) / (1 - 0.9))
@@ -212,43 +182,6 @@ def test_sparse_rows_are_compared_with_the_fastest_dense_row_of_model_and_case()
     assert (second["schedule"], second["speedup"]) == ("fixed-1024", 4.0)
 
 
-def test_what_is_measured_before_an_engine_fails_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started = []
-
-    def run(
-        function: Any,
-        options: Any,
-        model: str,
-        backend: str,
-        schedule: str | None,
-        drafts: int | None,
-    ) -> bool:
-        started.append((model, backend, schedule))
-        for case in options.cases[: 1 if schedule == "fixed-512" else None]:
-            step_ms = 2.0 if schedule else 8.0
-            add_row(options.out, row(backend, step_ms, case, schedule=schedule))
-        return schedule != "fixed-512"
-
-    monkeypatch.setattr(step, "require_cuda", lambda *needs: None)
-    monkeypatch.setattr(step, "in_fresh_process", run)
-    out = tmp_path / "new" / "step.json"
-    words = ["--models", "qwen3-4b", "--schedules", "fixed-512", "{model}-0.86"]
-    words += ["--backends", "fa3,sparrow", "--cases", "2x1000", "1x500", "--out", str(out)]
-    assert cli.main(["bench", "step", *words]) == 1
-    assert [each[1:] for each in started] == [
-        ("fa3", None),
-        ("sparrow", "fixed-512"),
-        ("sparrow", "qwen3-4b-0.86"),
-    ]
-    content = json.loads(out.read_text())
-    assert len(content["rows"]) == 5
-    assert [each["speedup"] for each in content["compared"]] == [4.0] * 3
-    assert {"device", "packages", "commit", "command"} <= content.keys()
-    assert "step 8.00 ms (fa3) -> 2.00 ms, 4.00x; prefill 1.000 s" in capsys.readouterr().out
-
-
 # -- command line
 
 
@@ -267,12 +200,3 @@ def test_what_cannot_be_measured_is_refused(
     options: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refusal(["bench", "step", *options.split()], capsys)
-
-
-def test_more_gpus_than_there_are_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    error = refusal(["bench", "step", "--tp", "2"], capsys)
-    assert error == "1 CUDA device found; expected 2 for --tp\n"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparrow_sglang.calibration import CalibrationError
-from sparrow_sglang.calibration.choice import MeasuredTails, bin_tails, choose
+from sparrow_sglang.calibration.choice import MeasuredTails, choose
 from sparrow_sglang.calibration.results import check_schedule, describe_misses, make_schedule
 from sparrow_sglang.calibration.rule import RuleChoice, chosen_pairs, landmark_rule, with_weights
 from sparrow_sglang.calibration.samples import Tokens
@@ -143,10 +143,3 @@ def test_no_filled_bin_and_wrong_targets_are_refused() -> None:
     for target in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(CalibrationError):
             choose(MeasuredTails({64: {1: tail(1, 0.9)}}, BIN, 500), target, 2)
-
-
-def test_tokens_fall_into_the_bin_whose_budget_their_step_has() -> None:
-    schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=BIN, budget_tokens=(64,) * 7)
-    for cached in range(1, 8 * BIN):
-        tokens = Tokens("a", np.array([cached]), np.array([0.5]))
-        assert list(bin_tails([tokens], BIN, 16, 7)) == [schedule.bin_index(cached)], cached

@@ -11,8 +11,6 @@ from transformers import Qwen3_5Config
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration import job as calibration_jobs
 from sparrow_sglang.calibration.job import CalibrationOptions, calibration_job, check_job
-from sparrow_sglang.calibration.measure import MeasuringEngine
-from sparrow_sglang.calibration.measure_rule import with_chosen_rule
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -42,21 +40,6 @@ def test_every_sequence_is_short_enough_to_be_scored(options: CalibrationOptions
     assert job.settings["num_prompts"] == 4
 
 
-def test_measurements_of_another_checkpoint_are_refused(
-    options: CalibrationOptions, tmp_path: Path
-) -> None:
-    """Checkpoints of a training run are in folders that are all called `model`."""
-    jobs = []
-    for step in ("step-000010", "step-000010", "step-000020"):
-        folder = tmp_path / step / "model"
-        shutil.copytree(options.model_path, folder, dirs_exist_ok=True)
-        jobs.append(calibration_job(replace(options, model_path=str(folder))))
-    first, again, other = jobs
-    assert first.work.path == again.work.path == other.folder
-    with pytest.raises(CalibrationError, match="model"):
-        _ = other.work
-
-
 def test_a_check_judges_by_the_target_that_was_asked_for(
     options: CalibrationOptions, tmp_path: Path
 ) -> None:
@@ -71,21 +54,6 @@ def test_a_check_judges_by_the_target_that_was_asked_for(
         check_job(replace(check, target=[0.8, 0.9]))
     with pytest.raises(CalibrationError, match="--page-size"):
         check_job(replace(check, page_size=64))
-
-
-def test_a_shipped_schedule_is_checked_by_its_name(options: CalibrationOptions) -> None:
-    assert options.prompts is not None
-    options.prompts.write_text(json.dumps({"input_ids": list(range(4000))}) + "\n")
-    job = check_job(
-        CalibrationOptions(
-            model_path=options.model_path,
-            prompts=options.prompts,
-            check=["smollm2-135m-0.75"],
-            engine_args={"context_length": 4096},
-        )
-    )
-    assert [s.name for s in job.schedules] == ["smollm2-135m-0.75"] and job.targets == [0.75]
-    assert job.out == Path("smollm2-135m-0.75.check.json")
 
 
 @pytest.mark.parametrize("name", ["page_size", "sparrow_schedule", "random_seed"])
@@ -146,12 +114,6 @@ def test_a_rule_is_measured_unless_the_model_has_linear_attention(
         calibration_job(replace(linear, rule="calibrated"))
 
 
-def test_texts_of_responses_pass_the_check_without_a_tokenizer(tmp_path: Path) -> None:
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"prompt": "a", "response": "b c"}\n')
-    CalibrationOptions(prompts=prompts).require_files()
-
-
 def test_a_model_of_several_modalities_is_known_by_its_language_model(
     options: CalibrationOptions, tmp_path: Path
 ) -> None:
@@ -171,10 +133,3 @@ def test_a_model_of_several_modalities_is_known_by_its_language_model(
     assert schedule.matches(job.hf_config)
     text.num_hidden_layers += 4
     assert not schedule.matches(config)
-
-
-def test_a_work_folder_that_cannot_be_made_is_one_error(options: CalibrationOptions) -> None:
-    assert options.prompts is not None
-    job = calibration_job(replace(options, work=options.prompts / "work"))
-    with pytest.raises(CalibrationError, match="p.jsonl/work/pairs"):
-        with_chosen_rule(job, MeasuringEngine())

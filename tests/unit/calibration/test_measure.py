@@ -24,12 +24,6 @@ def test_dense_samples_are_not_generated() -> None:
     assert budgets == [96, 96, 112, 112, 128, 128]
 
 
-def test_a_given_response_is_decoded_once_and_to_its_end() -> None:
-    prompt = Prompt("p", PROMPT.input_ids, tuple(range(20)))
-    (sample,) = plan_samples([prompt], [BudgetSchedule.fixed(64)], 2, 30, 320)
-    assert sample.new_tokens == 20
-
-
 class Engine:
     """Answers four tokens to each request, and rates of all but the first; interrupted after
     `pairs` of them."""

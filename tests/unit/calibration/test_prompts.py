@@ -6,10 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration import prompts as calibration_prompts
@@ -51,7 +47,7 @@ def test_a_response_goes_on_after_its_prompt_without_a_start_of_text(tmp_path: P
     assert (prompt.input_ids, prompt.response_ids) == ((START, 98), (99, 100))
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
 def test_only_line_breaks_end_a_line(tmp_path: Path, separator: str) -> None:
     path = tmp_path / "p.jsonl"
     rows = [{"prompt": f"a{separator}b"}, {"prompt": "c"}]
@@ -107,13 +103,3 @@ def test_builtin_prompts_reach_every_bin_and_the_two_parts_differ() -> None:
     assert not {p.name for p in parts["calibration"]} & {p.name for p in parts["check"]}
     corpora = [calibration_prompts._corpus(part) for part in parts]
     assert not set(corpora[0].split("\n\n")) >= set(corpora[1].split("\n\n"))
-
-
-def test_messages_of_a_model_without_a_chat_template_are_texts(tmp_path: Path) -> None:
-    characters = {chr(code): code for code in range(128)}
-    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(characters, "?")))
-    own.backend_tokenizer.pre_tokenizer = Split("", "isolated")
-    own.save_pretrained(tmp_path)
-    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
-    ids = calibration_prompts.tokenizer_of(str(tmp_path))(messages)
-    assert ids == [ord(character) for character in "ab\n\nc"]

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from sparrow_sglang.attention_backends.kernel_limits import INT4_LANDMARKS
 from sparrow_sglang.calibration.rule import (
     choose_rule,
     chosen_pairs,
@@ -12,13 +11,12 @@ from sparrow_sglang.calibration.rule import (
     describe_rule,
     landmark_rule,
     layer_weights,
-    rule_settings,
     sensitivities,
     sensitivity_schedule,
     variance_kept,
 )
 from sparrow_sglang.calibration.samples import Tokens
-from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.schedule import BudgetSchedule
 
 PAGE = 16
 
@@ -64,17 +62,6 @@ def test_weights_are_roots_of_sensitivities_and_leave_the_budget_as_it_is() -> N
         assert np.ptp(ratio) < 1e-9 * ratio.max()
 
 
-def test_this_split_of_a_budget_costs_least_where_cost_falls_with_the_budget() -> None:
-    draw = np.random.default_rng(1)
-    cost = draw.uniform(0.003, 0.07, 8)
-    weights = np.array(layer_weights(cost.tolist()))
-    best = (cost / weights).sum()
-    for _ in range(200):
-        other = np.abs(weights + draw.normal(0, 0.1, 8))
-        other *= 8 / other.sum()
-        assert (cost / other).sum() >= best - 1e-12
-
-
 def test_sets_of_dense_layers_are_compared_at_equal_kv_tokens() -> None:
     sensitivity = np.random.default_rng(2).uniform(0.003, 0.07, 40).tolist()
     sensitivity[7] = sensitivity[9] = 0.5
@@ -86,10 +73,6 @@ def test_sets_of_dense_layers_are_compared_at_equal_kv_tokens() -> None:
         read = pages_of_layers(schedule, context // PAGE)
         assert all(read[layer] == context // PAGE for layer in dense)
         assert sum(read) / 40 == pytest.approx(context // PAGE / 8, rel=0.02)
-
-
-def test_few_layers_stay_sparse() -> None:
-    assert dense_candidates([0.1, 0.2, 0.3, 0.1]) == [()]
 
 
 def test_a_dense_layer_must_pay_beyond_doubt() -> None:
@@ -175,13 +158,6 @@ def test_half_of_the_pairs_are_kept_those_that_vary_most(half: int, count: int) 
             assert variance_kept(variances, pairs)[layer][head] == pytest.approx(share, abs=1e-4)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_a_calibrated_rule_can_be_served_at_each_page_size(page_size: int) -> None:
-    rule = landmark_rule(None, page_size)
-    assert page_size // rule.landmark_tokens in INT4_LANDMARKS
-    assert rule.landmark_tokens == (8 if page_size == 64 else 4)
-
-
 def test_of_pairs_that_vary_alike_the_slower_ones_are_kept() -> None:
     """Variances are all 0 in layers that have no landmarks, where nothing is measured."""
     variances = np.zeros((1, 1, 32))
@@ -189,20 +165,3 @@ def test_of_pairs_that_vary_alike_the_slower_ones_are_kept() -> None:
     assert variance_kept(variances, chosen_pairs(variances)) == [[1.0]]
     variances[0, 0, 3] = 1.0
     assert chosen_pairs(variances)[0][0] == (3, *range(17, 32))
-
-
-def test_settings_tell_rules_apart_without_their_pairs() -> None:
-    one, other = (landmark_rule(((pairs,),)) for pairs in ((0, 1), (0, 2)))
-    assert rule_settings(one) == rule_settings(landmark_rule((((0, 1),),)))
-    assert rule_settings(one) != rule_settings(other)
-    assert len(str(rule_settings(one)["landmark_pairs"])) == 64
-    assert rule_settings(landmark_rule(None))["landmark_pairs"] is None
-
-
-def test_a_response_that_ended_at_once_says_nothing_about_dense_layers() -> None:
-    """Its first token comes out of prefill, so that no step of it is measured."""
-    measured = [tokens("a", [0.9] * 100), tokens("b", [0.8] * 100)]
-    rule, kept, sensitivity = landmark_rule(None), [[1.0]] * 4, [0.1] * 4
-    expected = choose_rule(rule, kept, sensitivity, {(): measured})
-    with_empty = {(): [*measured, tokens("c", [])]}
-    assert choose_rule(rule, kept, sensitivity, with_empty) == expected

@@ -10,7 +10,7 @@ import pytest
 from engines import CHOSEN, RULE, RULED
 from ports import free_port
 
-from sparrow_sglang import models, sglang_install
+from sparrow_sglang import models
 from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.commands.doctor import Check
 
@@ -41,21 +41,6 @@ def test_doctor_names_a_model_without_a_schedule(
     assert "FAIL  schedule     no schedule is shipped for this model" in out
 
 
-def test_doctor_says_when_a_schedule_was_calibrated_for_another_model(
-    tiny_llama: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def lines(schedule: str) -> list[str]:
-        argv = ["--model-path", tiny_llama, "--sparrow-schedule", schedule]
-        assert cli.main(["doctor", *argv, *BARE]) == 0
-        return capsys.readouterr().out.splitlines()
-
-    foreign = "qwen3-8b-0.86 (calibrated for Qwen3-8B, not for this model)"
-    *checks, last = lines("qwen3-8b-0.86")
-    line, gain = [line for line in checks if line.startswith("WARN ")]
-    assert foreign in line and "sparrow calibrate makes one" in line
-    assert last == "It works, but see WARN above."
-
-
 @pytest.mark.parametrize(
     ("argv", "name", "message"),
     [
@@ -73,49 +58,12 @@ def test_doctor_names_what_is_in_the_way(
     assert checks["plugin"].status == "note" and "platform" not in checks
 
 
-def test_doctor_sees_the_environment(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-1024")
-    found = report(["--model-path", tiny_llama, *BARE])
-    assert "SPARROW_SCHEDULE=fixed-1024" in found["environment"].detail
-    assert "from SPARROW_SCHEDULE" in found["schedule"].detail
-
-
 def test_doctor_sees_a_whitelist_without_sparrow(
     tiny_llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     found = report(["--model-path", tiny_llama])
     assert found["flags"].status == "FAIL" and "add sparrow" in found["flags"].detail
-
-
-def test_doctor_refuses_another_sglang(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_install, "SUPPORTED", ("9.9.9",))
-    found = report(["--model-path", tiny_llama])
-    assert found["SGLang"].status == "FAIL"
-    assert "expected 9.9.9 or newer" in found["SGLang"].detail
-    assert found["plugin"].status == "note"
-
-
-def test_doctor_warns_of_an_sglang_that_nobody_has_tested_with(
-    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "SUPPORTED", ("9.9.9",))
-    found = report(["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512", *BARE])
-    assert found["SGLang"].status == "WARN" and "9.9.9" in found["SGLang"].detail
-    assert found["plugin"].status == "ok"
-
-
-def test_doctor_names_what_a_half_installed_sglang_lacks(
-    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(name: str) -> None:
-        raise ImportError("No module named 'zmq'")
-
-    monkeypatch.setattr(doctor, "import_module", fail)
-    argv = ["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512", *BARE]
-    found = report(argv)["plugin"]
-    assert found.status == "FAIL"
-    assert "cannot be imported (No module named 'zmq'); pip install sglang==" in found.detail
 
 
 def test_doctor_sees_missing_hooks(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,13 +82,6 @@ def test_doctor_without_the_embedded_model_is_no_failure(monkeypatch: pytest.Mon
     assert "schedule" not in found
     for words in (["smollm2-135m"], ["--model-path", "smollm2-135m"], ["--model=smollm2-135m"]):
         assert report(words)["model"].status == "FAIL"
-
-
-def test_doctor_says_when_another_backend_is_asked_for(tiny_llama: str) -> None:
-    found = report(["--model-path", tiny_llama, "--attention-backend", "torch_native", *BARE])
-    assert found["model"] == Check(
-        "note", "model", "--attention-backend torch_native decodes densely"
-    )
 
 
 def test_doctor_checks_the_selection_rule(tiny_llama: str, tmp_path: Path) -> None:

@@ -44,22 +44,11 @@ def test_a_path_that_is_not_there_is_no_such_folder(path: str, form: str) -> Non
     assert found == f"--model-path {path}: no such folder{relative}; {ALLOWED}"
 
 
-def test_a_name_that_the_hub_does_not_have_says_both() -> None:
-    found = model_problem("nobody/has-this-model", OSError("is not a valid model identifier"))
-    assert found == (
-        f"no such folder, and no such model (is not a valid model identifier); {ALLOWED}"
-    )
-
-
 def test_a_hub_that_cannot_be_reached_is_not_called_a_missing_model() -> None:
     error = OSError("We couldn't connect to the hub")
     error.__cause__ = LocalEntryNotFoundError("no connection")
     found = model_problem("nobody/has-this-model", error)
     assert "the Hugging Face hub cannot be reached" in found and "no such model" not in found
-
-
-def test_a_folder_without_a_config_is_not_called_missing(tmp_path: Path) -> None:
-    assert "no such folder" not in problem("--model-path", str(tmp_path))
 
 
 @pytest.mark.parametrize(

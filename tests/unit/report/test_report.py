@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,6 @@ from report_inputs import BIN, SCHEDULE, TARGETS, write_calibration, write_run
 
 from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.schedule_names import load_schedule
 
 STEPS = 12
 
@@ -70,15 +68,6 @@ class Page(HTMLParser):
         heads, *rows = self.tables[title]
         return [dict(zip(heads, row, strict=True)) for row in rows]
 
-    def curve(self, title: str, series: int) -> np.ndarray:
-        """Points [N, 2] of a line, in the chart's own units."""
-        tags = self.charts[title]
-        at = next(
-            i for i, (_, a) in enumerate(tags) if (a.get("id") or "").endswith(f"series-{series}")
-        )
-        path = next(attributes["d"] for tag, attributes in tags[at:] if tag == "path")
-        return np.array(re.findall(r"[ML] (\S+) (\S+)", path or ""), dtype=float)
-
 
 def report(path: Path, out: Path) -> Page:
     assert cli.main(["report", str(path), "--out", str(out)]) == 0
@@ -87,16 +76,6 @@ def report(path: Path, out: Path) -> Page:
 
 def value(cell: str) -> float:
     return float(cell.replace(",", ""))
-
-
-def is_affine(drawn: np.ndarray, data: Any) -> bool:
-    """Whether points are drawn at a linear scale of the data, larger values higher."""
-    x, y = np.asarray(data, float).T
-    for place, values in ((drawn[:, 0], x), (drawn[:, 1], y)):
-        slope, start = np.polyfit(values, place, 1)
-        if np.abs(slope * values + start - place).max() > 0.1 or not slope:
-            return False
-    return bool(np.polyfit(y, drawn[:, 1], 1)[0] < 0)
 
 
 @pytest.fixture(scope="module")
@@ -148,20 +127,9 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     assert (page.facts["steps"], page.facts["schedule"]) == (f"{STEPS} of {STEPS}", SCHEDULE)
     assert dict(page.tables["Configuration"])["rollout.max_new_tokens"] == "3000"
     assert dict(page.tables["Versions"])["sglang"] == version("sglang")
-    for title, series, name in [
-        ("Reward", 0, "critic/score/mean"),
-        ("Response length", 1, "response_length/max"),
-        ("Entropy", 0, "actor/entropy"),
-        ("Tail by position", 1, "sparrow/accept_p05_bin1"),
-        ("KV tokens per generated token", 1, "sparrow/kv_tokens_read"),
-    ]:
-        data = [(row["step"], row[name]) for row in rows[:STEPS]]
-        assert is_affine(page.curve(title, series), data), title
-    # The upper edge of the last area of times, the rest, is the whole of a step.
-    title = "Where the time of a step goes"
-    edge = {x: y for x, y in sorted(map(tuple, page.curve(title, 4)), key=lambda p: -p[1])}
-    data = [(row["step"], row["timing_s/step"]) for row in rows[:STEPS]]
-    assert is_affine(np.array(sorted(edge.items())), data)
+    assert {"Reward", "Entropy", "Tail by position", "KV tokens per generated token"} <= set(
+        page.charts
+    )
 
 
 def test_a_tail_below_the_target_is_remarked(run: Path, tmp_path: Path) -> None:
@@ -182,33 +150,6 @@ def test_a_fixed_budget_has_no_target(run: Path, tmp_path: Path) -> None:
     assert page.facts["lowest tail"].endswith("no target")
     ids = [attributes.get("id") or "" for _, attributes in page.charts["Tail by position"]]
     assert not any(each.endswith("-level") for each in ids)
-
-
-def test_versions_that_a_resumed_run_changed_are_shown_with_their_step(
-    run: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
-    path = folder / "run.json"
-    (start,) = json.loads(path.read_text())["starts"]
-    newer = start | {"step": 7, "packages": start["packages"] | {"torch": "99.0"}}
-    path.write_text(json.dumps({"starts": [start, start | {"step": 4}, newer]}))
-    page = report(folder, tmp_path / "r.html")
-    titles = [title for title in page.tables if title.startswith("Versions")]
-    assert titles == ["Versions", "Versions from step 7 on"]
-    assert dict(page.tables[titles[1]])["torch"] == "99.0"
-
-
-def test_the_best_and_the_worst_response_can_be_read_with_their_prompt(run_page: Page) -> None:
-    samples = re.findall(r"<summary>(Step [^<]+)</summary>(.*?)</details>", run_page.html, re.S)
-    assert [title.split(",")[0] for title, _ in samples] == [
-        f"Step {step}" for step in (0, 0, 4, 4, 7, 7, 11, 11)
-    ]
-    (best, text), (worst, _) = samples[:2]
-    assert "story/p0, reward 1, format 0.25, 1,001 tokens, finish reason stop" in best
-    assert "story/p0, reward 0, format 0.25, 1,002 tokens, finish reason stop" in worst
-    assert "&lt;i&gt;Tell story 0.&lt;/i&gt;" in text and "the end</pre>" in text
-    assert "[… 11,016 characters …]" in text
 
 
 def test_alarms_and_skipped_steps_are_facts_of_a_run(run: Path, tmp_path: Path) -> None:
@@ -247,36 +188,14 @@ def test_a_calibration_says_what_its_schedules_say(
         for index, tail in measured.items():
             span = f"{index * BIN}–{(index + 1) * BIN - 1}"
             assert value(cells[span]) == pytest.approx(tail, abs=6e-5)
-    for series, target in enumerate(TARGETS):
+    for target in TARGETS:
         schedule = BudgetSchedule.from_json(calibration / f"m-{target}.json")
         bins: Any = schedule.provenance["bins"]
         shown = page.records(f"Bins of m-{target}")
         assert [value(row["budget"]) for row in shown] == list(schedule.budget_tokens)
         assert [row["basis"] for row in shown] == [row["basis"] for row in bins]
-        # A stair has two corners a level, of which equal neighbours share theirs.
-        levels = page.curve("KV budget by length", series)
-        assert len(set(levels[:, 1])) == len(set(schedule.budget_tokens))
-        assert (np.diff(levels[:, 1]) <= 0).all(), "budgets grow, so the line rises"
     assert len(page.charts["Tail by position and KV budget"]) > 20
     assert dict(page.tables["Configuration"])["num_prompts"] == "37"
-
-
-def test_a_check_shows_each_verdict(calibration: Path, calibration_page: Page) -> None:
-    checks = json.loads((calibration / "check.json").read_text())["checks"]
-    assert [check["schedule"] for check in checks] == [f"m-{target}" for target in TARGETS]
-    for check in checks:
-        shown = calibration_page.records(f"Checked bins of {check['schedule']}")
-        assert [row["verdict"] for row in shown] == [row["verdict"] for row in check["bins"]]
-        words = "holds" if check["holds"] else "does not hold"
-        assert f"{check['schedule']} {words}" in calibration_page.facts["verdict"]
-
-
-def test_a_shipped_schedule_shows_its_budgets(tmp_path: Path) -> None:
-    path = Path(__file__).parents[3] / "sparrow_sglang" / "schedules" / "qwen3-4b-0.86.json"
-    shown = report(path, tmp_path / "r.html").records("Budgets")
-    assert [value(row["KV budget"]) for row in shown] == list(
-        load_schedule("qwen3-4b-0.86", 16).budget_tokens
-    )
 
 
 def test_names_are_text_ids_are_unique_and_nothing_is_loaded(
@@ -341,23 +260,6 @@ def test_runs_are_compared_over_their_seeds(
     assert gap == pytest.approx(0.25)
 
 
-def test_runs_are_compared_over_the_steps_that_all_have_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_seeds(tmp_path / "runs", {"1e-6": [0.5], "3e-6": [0.7]})
-    short = min((tmp_path / "runs").iterdir())
-    rewrite(short, metrics_of(short)[:6])
-    (tmp_path / "runs" / "new").mkdir()
-    (tmp_path / "runs" / "new" / "metrics.jsonl").touch()
-    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.json")]) == 0
-    told = capsys.readouterr().out
-    assert f"left out: steps after 5, the last one of {short}" in told
-    assert "new/metrics.jsonl: holds no training step yet" in told
-    arms = json.loads((tmp_path / "r.json").read_text())["arms"]
-    assert [arm["steps"] for arm in arms] == [[5], [5]]
-    assert arms[0]["critic/score/mean"]["at the end"]["mean"]["half"] is None
-
-
 # -- damaged files and wrong input
 
 
@@ -380,11 +282,8 @@ def test_what_is_damaged_is_left_out_by_name(
     ("path", "more"),
     [
         ("gone", []),
-        ("empty", []),
         ("new", []),
         ("binary", []),
-        ("text.json", []),
-        ("run", ["--out", "run.txt"]),
         ("run", ["--out", "run.json"]),
         ("run", ["--out", "run/metrics.jsonl/r.html"]),
     ],
@@ -412,12 +311,3 @@ def test_wrong_input_is_one_line_and_writes_nothing(
     assert error.startswith("sparrow report: error: ") and error.count("\n") == 1
     assert (more or [path])[-1] in error
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_missing_package_is_one_line_with_the_command_that_installs_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["report", str(run), "--out", str(tmp_path / "r.html")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'sparrow-sglang[report]'" in line
