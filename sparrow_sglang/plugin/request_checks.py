@@ -11,6 +11,7 @@ import re
 import re._parser as _parser  # type: ignore[import-untyped]
 import typing
 from collections.abc import Iterator, Mapping
+from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -195,8 +196,11 @@ def _require_round_trip(request: Any) -> None:
     """
     from sglang.srt.managers import io_struct
 
-    # These two are pickled or shared by SGLang, and are not from the request.
-    plain = msgspec.structs.replace(request, time_stats=None, mm_inputs=None)
+    plain = copy(request)
+    # Not from the request, or objects of the caller's own, which may be pickled.
+    plain.time_stats = plain.mm_inputs = plain.positional_embed_overrides = None
+    plain.sampling_params = copy(request.sampling_params)
+    plain.sampling_params.custom_params = None
     try:
         io_struct.msgpack_decode(io_struct.msgpack_encode(plain))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
