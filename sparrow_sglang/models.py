@@ -141,7 +141,13 @@ def _damaged(weights: Path) -> str | None:
         )
 
 
-def hub_config(model: str) -> Path:
+def require_reachable(model: str, setting: str) -> None:
+    """Raise `InputError` unless `model` exists here or its config can be read from the hub."""
+    if model != EMBEDDED_MODEL_NAME and not os.path.exists(Path(model).expanduser()):
+        hub_config(model, setting)
+
+
+def hub_config(model: str, setting: str = "--model-path") -> Path:
     """config.json of a model of the Hugging Face hub, from the local cache or else from the hub.
 
     Raises `InputError` if there is none, or within `HUB_TIMEOUT_S` if the hub cannot be reached.
@@ -158,7 +164,7 @@ def hub_config(model: str) -> Path:
         httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
         return Path(hf_hub_download(model, "config.json"))
     except (HFValidationError, HfHubHTTPError, OSError, httpx.TransportError) as error:
-        raise InputError(f"--model-path {model}: {model_problem(model, error)}") from None
+        raise InputError(f"{setting} {model}: {model_problem(model, error)}") from None
 
 
 def model_problem(path: str, error: Exception) -> str:

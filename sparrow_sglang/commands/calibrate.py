@@ -20,6 +20,7 @@ from sparrow_sglang.calibration.measure_rule import PROMPTS, with_chosen_rule
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
 from sparrow_sglang.calibration.rule import describe_rule
 from sparrow_sglang.command_line import at_least, count, exit_on_sigterm
+from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZES
 
@@ -137,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
     names = {each.name for each in fields(CalibrationOptions)}
     options = CalibrationOptions(**{k: v for k, v in vars(args).items() if k in names})
     options.require_files()
+    require_reachable(options.model_path, "--model-path")
     options = replace(options, engine_args=engine_arguments(args.engine_args))
     exit_on_sigterm()
     return _check(options) if options.check else _calibrate(options)

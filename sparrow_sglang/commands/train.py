@@ -10,6 +10,7 @@ from typing import Any
 
 from sparrow_sglang.config import AUTO, MODEL_DEFAULT, schedule_from
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.models import require_reachable
 from sparrow_sglang.rl.config import TrainConfig, commented_defaults
 from sparrow_sglang.rl.runs.setup import check
 from sparrow_sglang.run_folder import METRICS_FILE
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config, args.settings)
     check(config)
+    require_reachable(config.model.path, "model.path")
     if args.check:
         return _check_all(config, args)
     auto = config.engine.schedule == AUTO

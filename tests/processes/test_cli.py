@@ -44,7 +44,7 @@ REFUSED = [
     (["train", "run.toml"], "steps = 0\n" + RUN, "steps=0 is not allowed"),
     (["train", "run.toml"], RUN.replace("math", "maths"), "did you mean 'math'?"),
     (["train", "run.toml"], RUN, "rows.jsonl:2: not JSON"),
-    (["train", "run.toml"], RUN.replace("math", "gone_task:load"), "no module named 'gone_task'"),
+    (["train", "run.toml"], RUN.replace("math", "gone_task:load"), "no module 'gone_task'"),
     (["train", "run.toml"], RUN.replace("rows", "gone"), "train_path='gone.jsonl': No such"),
     (["train", "run.toml"], RUN + "[engine]\nschedule = 'fixd-512'\n", "engine.schedule: schedule"),
     (
@@ -52,6 +52,7 @@ REFUSED = [
         RUN + "[engine]\nschedule = 'dense'\nserver_args = {tp_sise = 2}\n",
         "engine.server_args.tp_sise is no argument of SGLang: did you mean 'tp_size'",
     ),
+    (["calibrate", "--model-path", "a/b"], "", "--model-path a/b: no such folder"),
     (["calibrate", "--prompts", "gone.jsonl"], "", "--prompts gone.jsonl (relative to {cwd})"),
     (["calibrate", "--prompts", "texts.jsonl"], "", "texts.jsonl:1: "),
     (["calibrate", "--check", "gone.json"], "", "gone.json (relative to {cwd}): cannot be read"),
