@@ -93,19 +93,13 @@ def _side_by_side(q: torch.Tensor) -> torch.Tensor:
 class SparrowAttnBackend(AttentionBackend):
     """Dense prefill by the device's stock backend, sparse decode under a KV budget.
 
-    Args:
-        model_runner: SGLang's runner, its KV pool allocated already.
-        schedule: the budget schedule; its page size is that of the pool.
-
     Attributes:
         budgets: the active schedule and what requests require; hooks write it between passes.
         landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
             landmarks of its pages in place, and a page that is freed and used again gets new ones
             before it is scored.
         stock_layers: layers that the stock backend decodes.
-        kv_heads: which of the model's KV heads this rank has.
         pair_variances: sums over prefill passes while a calibration measures; otherwise None.
-        decode_guard: notices decode steps that SGLang computes without this backend.
     """
 
     def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
@@ -171,7 +165,6 @@ class SparrowAttnBackend(AttentionBackend):
 
     @property
     def schedule(self) -> BudgetSchedule:
-        """The active schedule."""
         return self.budgets.schedule
 
     def support_triton(self) -> bool:

@@ -19,11 +19,7 @@ class DecodeGuard:
         self._ever_served = False
 
     def announced(self) -> None:
-        """SGLang has made a decode batch, which the backend must now plan.
-
-        Raises:
-            SparrowError: it did not ask the backend to plan those before.
-        """
+        """SGLang has made a decode batch; raises `SparrowError` if earlier ones were not planned."""
         if self._unplanned == LIMIT:
             raise _bypassed("plan")
         self._unplanned += 1
@@ -31,10 +27,8 @@ class DecodeGuard:
     def planned(self, captured: bool = False) -> None:
         """The backend has planned a decode step, of a CUDA graph if `captured`.
 
-        A graph calls no layer when it is replayed, only when it is captured.
-
-        Raises:
-            SparrowError: SGLang did not have the backend compute the steps planned before.
+        A graph calls no layer when it is replayed. Raises `SparrowError` if SGLang did not have
+        the backend compute the steps planned before.
         """
         self._unplanned = 0
         if captured:

@@ -4,8 +4,7 @@ It is corrected where its result is not what the model defines.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sparrow_sglang.hf_config import window_layers
 from sparrow_sglang.sglang_arguments import stock_attention_backend
@@ -25,13 +24,6 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Head dimensions that FlashInfer's prefill computes correctly. It accepts 80 and 96 silently, but
 loads 64 columns at a time and leaves the others out (github.com/flashinfer-ai/flashinfer, 4299)."""
 _FA3_GENERATIONS = (8, 9)
-
-
-class DenseSide(NamedTuple):
-    """A backend of SGLang, and a context in which to plan its passes."""
-
-    backend: "AttentionBackend"
-    planning: AbstractContextManager[object]
 
 
 def dense_backend(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
@@ -82,16 +74,14 @@ def _flashinfer_problem(model_config: "ModelConfig") -> str:
     return ""
 
 
-def build_dense_side(model_runner: "ModelRunner") -> DenseSide:
-    """The dense side for a model that is loaded and has its KV pool.
-
-    On a CPU, `TorchDenseBackend` adds the attention sinks that the stock backend lacks. The
-    comments on SGLang's code hold for 0.5.17 to 0.5.23.
-    """
+def build_dense_side(
+    model_runner: "ModelRunner",
+) -> tuple["AttentionBackend", AbstractContextManager[object]]:
+    """The backend for a model that has its KV pool, and a context in which to plan its passes."""
     if model_runner.device != "cuda":
         from sparrow_sglang.attention_backends.torch_dense import TorchDenseBackend
 
-        return DenseSide(TorchDenseBackend(model_runner), nullcontext())
+        return TorchDenseBackend(model_runner), nullcontext()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     name = dense_backend(model_runner.server_args, model_runner.model_config)
@@ -102,12 +92,12 @@ def build_dense_side(model_runner: "ModelRunner") -> DenseSide:
         # one fewer.
         backend.sliding_window_size += 1
     if name != "flashinfer":
-        return DenseSide(backend, nullcontext())
+        return backend, nullcontext()
     if has_windows or _has_kv_scales(model_runner.model):
         # Read KV from the pool. Otherwise new tokens without a prefix would attend past their
         # window, and new tokens with a prefix would read the prefix without its scales.
         backend.use_paged = True
-    return DenseSide(backend, PlanGuard())
+    return backend, PlanGuard()
 
 
 class PlanGuard:
@@ -127,17 +117,11 @@ class PlanGuard:
     def __enter__(self) -> None:
         self._copied.synchronize()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._copied.record()
 
 
 def _has_kv_scales(model: "torch.nn.Module") -> bool:
-    """Whether some layer's keys or values are scaled in an FP8 KV cache."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)]

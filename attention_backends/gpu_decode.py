@@ -24,18 +24,11 @@ EAGER_ROWS = 256
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The numbers from which the size of the buffers follows.
+    """The numbers from which the size of the buffers follows; heads are those on this rank.
 
-    Attributes:
-        num_q_heads: query heads on this rank.
-        num_kv_heads: KV heads on this rank.
-        head_dim: dimensions of a query, key and value.
-        max_pages: pages of the longest sequence.
-        usual_pages: pages that a row keeps at most under the schedule that launches are tuned for;
-            rows that keep more make their programs loop longer.
-        page_size: tokens a page.
-        kv_itemsize: bytes of a number in the KV pool, 2 or 1.
-        int4: landmarks are int4 codes, not means in 16 bits.
+    Launches are tuned for rows that keep at most `usual_pages` of the longest sequence's
+    `max_pages`; rows that keep more make their programs loop longer. `kv_itemsize` is the bytes of
+    a number in the KV pool, 2 or 1.
     """
 
     num_q_heads: int
@@ -96,12 +89,7 @@ class DecodeShape:
 class DecodeBuffers:
     """Buffers for batches of up to `rows` requests, and the launches that fill them.
 
-    Args:
-        shape: heads and pages.
-        rows: the largest batch.
-        num_layers: layers of the model.
-        device: where the buffers live.
-        launch_device: the device that launches are tuned for, if it is another one.
+    Launches are tuned for `launch_device`, if it is not `device`.
 
     Attributes:
         page_table: [rows, max_pages] int32; num_selected: [layers, rows] int32; page_ids: [rows,
@@ -155,7 +143,6 @@ class DecodeBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
         tensors = (self.page_table, self.page_ids, self.num_selected, self.verify_lens)
         return sum(
             tensor.nbytes for tensor in (*tensors, *self.select_scratch, *self.decode_scratch)
@@ -163,7 +150,7 @@ class DecodeBuffers:
 
 
 def buffer_bytes(shape: DecodeShape, rows: int, num_layers: int, device: torch.device) -> int:
-    """Memory that `DecodeBuffers` will hold on `device`; nothing is allocated."""
+    """`DecodeBuffers.num_bytes` on `device`; nothing is allocated."""
     return DecodeBuffers(shape, rows, num_layers, torch.device("meta"), device).num_bytes
 
 
@@ -171,13 +158,9 @@ class TritonPagedDecode:
     """The sparse decode step on a CUDA device, by `kernels`.
 
     The kernels themselves read everything that depends on lengths, so the host prepares only a
-    snapshot of the page table, and one captured graph serves every length.
-
-    Args:
-        budgets: the KV budget by length and request; launches are tuned for the schedule that
-            is active now, and every one that is switched to runs in the same buffers.
-        req_to_token: [requests, max tokens] int32, SGLang's token table.
-        shape: heads on this rank and the longest sequence.
+    snapshot of the page table, and one captured graph serves every length. Launches are tuned for
+    the schedule that is active first; any other runs in the same buffers. `req_to_token` is
+    [requests, max tokens] int32.
     """
 
     def __init__(
@@ -197,10 +180,9 @@ class TritonPagedDecode:
         self._longest = 0
 
     def reserve(self, max_batch: int) -> None:
-        """Allocate buffers for batches of up to `max_batch` requests.
+        """Allocate buffers, unless there are large enough ones.
 
-        Raises:
-            ValueError: a graph has been captured with smaller ones, whose addresses it holds.
+        Raises `ValueError` if a graph, which holds their addresses, was captured with smaller ones.
         """
         if self._buffers is not None and self._buffers.rows >= max_batch:
             return

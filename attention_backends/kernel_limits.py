@@ -5,8 +5,7 @@ The CPU path has no such limits. Imports neither torch nor SGLang.
 
 from typing import TYPE_CHECKING
 
-from sparrow_sglang.schedule import PAGE_SIZES as PAGE_SIZES
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_tp_size
 
 if TYPE_CHECKING:
@@ -19,17 +18,10 @@ MAX_GROUP = 16
 """A group of query heads is one operand of the tensor cores, whose smallest M is 16."""
 MAX_PAGES = 32767
 """The compaction of selected pages packs two page counts into one int32, 15 bits for the upper."""
-INT4_LANDMARKS = (4, 8)
-"""int4 landmarks of a page: a tile holds whole pages."""
 PAIRS_MULTIPLE = 8
 """Lines of int4 codes start at multiples of 8 bytes."""
 FP8_CAPABILITY = (8, 9)
 """Triton reads float8_e4m3fn from this compute capability on."""
-
-
-def max_context(page_size: int) -> int:
-    """Longest sequence that the kernels address, in tokens."""
-    return MAX_PAGES * page_size
 
 
 def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
@@ -54,13 +46,13 @@ def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> l
         )
     # A round of lossless decoding goes past the end of the context.
     longest = model_config.context_len + (server_args.speculative_num_draft_tokens or 0)
-    if longest > max_context(page_size):
-        larger = [size for size in PAGE_SIZES if longest <= max_context(size)]
+    most = MAX_PAGES * page_size
+    if longest > most:
+        larger = [size for size in PAGE_SIZES if longest <= MAX_PAGES * size]
         or_page = f", or --page-size {larger[0]} with a schedule made for it" if larger else ""
         problems.append(
-            f"context length {model_config.context_len}: the GPU kernels address"
-            f" {max_context(page_size)} tokens at page size {page_size} ({MAX_PAGES} pages); pass"
-            f" --context-length {max_context(page_size)}{or_page}"
+            f"context length {model_config.context_len}: the GPU kernels address {most} tokens at"
+            f" page size {page_size}; pass --context-length {most}{or_page}"
         )
     if str(model_config.dtype) == "torch.float32":
         problems.append("dtype float32: the GPU kernels need 16 bits; pass --dtype bfloat16")
@@ -94,5 +86,5 @@ def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
     page_size = server_args.page_size
     return (
         f"head_dim {model_config.head_dim}, context {model_config.context_len} of at most"
-        f" {max_context(page_size)} tokens at page size {page_size}"
+        f" {MAX_PAGES * page_size} tokens at page size {page_size}"
     )

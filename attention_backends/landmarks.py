@@ -19,24 +19,18 @@ _FP32_ERROR = 1e-6
 
 
 class MeanLandmarks(NamedTuple):
-    """The published rule's landmarks, in the dtype that `landmark_dtype` gives.
-
-    Attributes:
-        means: [pages, Hkv, 1, D].
-    """
+    """The published rule's landmarks, [pages, Hkv, 1, D] in the dtype of `landmark_dtype`."""
 
     means: torch.Tensor
 
     def at(self, pages: torch.Tensor) -> "MeanLandmarks":
-        """Those of `pages`, [*pages.shape, Hkv, 1, D]."""
         return MeanLandmarks(self.means[pages])
 
     def write(self, pages: torch.Tensor, landmarks: "MeanLandmarks") -> None:
-        """Replace those of `pages` [P] by `landmarks`, in place."""
         self.means[pages] = landmarks.means
 
     def values(self) -> torch.Tensor:
-        """[pages, Hkv, 1, D] in fp32."""
+        """In fp32."""
         return self.means.float()
 
     def rounding(self) -> torch.Tensor:
@@ -71,11 +65,9 @@ class Int4Landmarks(NamedTuple):
         return cls(first | second << 4, scales, pairs)
 
     def at(self, pages: torch.Tensor) -> "Int4Landmarks":
-        """Those of `pages`, [*pages.shape, Hkv, M, ...]."""
         return Int4Landmarks(self.codes[pages], self.scales[pages], self.pairs)
 
     def write(self, pages: torch.Tensor, landmarks: "Int4Landmarks") -> None:
-        """Replace those of `pages` [P] by `landmarks`, in place."""
         self.codes[pages] = landmarks.codes
         self.scales[pages] = landmarks.scales
 

@@ -14,17 +14,9 @@ class BudgetTable:
     """The active schedule and what requests require, as tensors on the device.
 
     The device computes budgets from these tensors without the host, and the tensors keep their
-    addresses, so a captured step needs no new capture when the schedule is switched.
-
-    Args:
-        schedule: the active one.
-        num_layers: layers of the model, dense ones included.
-        num_requests: rows of SGLang's token table; a request is identified by its row in it.
-        device: where the tensors live.
-
-    Attributes:
-        schedule: the active one.
-        tensors: see `Budgets`.
+    addresses, so a captured step needs no new capture when the schedule is switched. A request is
+    identified by its row in SGLang's token table, which has `num_requests`; `num_layers` counts
+    dense layers, too.
     """
 
     def __init__(
@@ -89,12 +81,7 @@ class BudgetTable:
         return min(option.kv_budget_tokens // self.schedule.page_size, NO_CAP)
 
     def num_selected(self, num_pages: torch.Tensor, req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """Pages that each layer reads, [layers, B] in num_pages' dtype.
-
-        Args:
-            num_pages: [B], pages that each request holds.
-            req_pool_indices: [B], the requests' rows in SGLang's token table.
-        """
+        """Pages that each layer reads, [layers, B] in num_pages' dtype, of `num_pages` [B] held."""
         cap = self.tensors.caps[req_pool_indices.long()].long()
         bins = (num_pages // self.tensors.bin_pages).clamp_max(MAX_BINS - 1)
         budget = torch.minimum(self.tensors.table[bins.long()].long(), cap)
@@ -131,14 +118,9 @@ class PageTable:
         longest: int,
         page_size: int,
     ) -> "PageTable":
-        """Read the page table of a batch from SGLang's token table.
+        """The pages of the batch's rows `req_pool_indices` [B] in SGLang's token table.
 
-        Args:
-            req_to_token: [requests, max tokens], KV slot of each token of each request.
-            req_pool_indices: [B], the batch's rows in it.
-            seq_lens: [B], cached tokens.
-            longest: largest of seq_lens, known on the host.
-            page_size: tokens a page.
+        `longest` is the largest of `seq_lens`, known on the host.
         """
         first_slots = req_to_token[req_pool_indices, :longest:page_size]
         num_pages = torch.div(seq_lens + page_size - 1, page_size, rounding_mode="floor")

@@ -41,20 +41,15 @@ class PagedDecode(Protocol):
     ) -> None:
         """Prepare a decode step over requests of `seq_lens` [B] tokens, the new one included.
 
-        Raises:
-            ValueError: the step is `captured` in a CUDA graph, or replays one, and has more
-                requests than were reserved.
+        Raises `ValueError` if the step is `captured` in a CUDA graph, or replays one, and has more
+        requests than were reserved.
         """
 
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
-        """Compute the landmarks of the planned pass's full pages from the KV pool.
+        """Write the landmarks of the planned pass's full pages; `k_buffer` is [num_slots, Hkv, D].
 
         In a prefill pass these are all full pages of every request, not only those of its new
         tokens: a page may have been completed by an earlier chunk or loaded by someone else.
-
-        Args:
-            k_buffer: [num_slots, Hkv, D].
-            landmarks: those of the layer, written in place.
         """
 
     def decode(
@@ -72,14 +67,10 @@ class PagedDecode(Protocol):
 
         Args:
             q: [B, Hq, D].
-            k_buffer: [num_slots, Hkv, D].
-            v_buffer: [num_slots, Hkv, D].
-            landmarks: those of a sparse layer; if this token filled a page, its landmarks are
-                written. None for a dense layer, which reads all pages.
-            layer_id: index of the layer in the model, which determines its share of the budget.
-            sm_scale: factor of the logits, the scale of FP8 keys included.
-            v_scale: scale of FP8 values.
-            sinks: [Hq], one logit a query head as `reference.sparse_decode` takes it, or None.
+            k_buffer, v_buffer: [num_slots, Hkv, D].
+            landmarks: those of a page that this token filled are written. None for a dense layer,
+                which reads all pages.
+            sm_scale, v_scale, sinks: as `kernels.decode.sparse_decode` takes them.
 
         Returns:
             [B, Hq, D] in q's dtype.
@@ -87,13 +78,7 @@ class PagedDecode(Protocol):
 
 
 class TorchPagedDecode:
-    """The sparse decode step on any device, in plain torch.
-
-    Args:
-        budgets: the KV budget by length and request; page size, sinks and recent pages are those
-            of the active schedule, which no switch changes.
-        req_to_token: [requests, max tokens], SGLang's token table.
-    """
+    """The sparse decode step on any device, in plain torch."""
 
     def __init__(self, budgets: BudgetTable, req_to_token: torch.Tensor) -> None:
         schedule = budgets.schedule
@@ -107,7 +92,7 @@ class TorchPagedDecode:
         self._full_pages: torch.Tensor
 
     def reserve(self, max_batch: int) -> None:
-        """Nothing to do: a step allocates what it needs."""
+        pass
 
     def _read_pages(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor

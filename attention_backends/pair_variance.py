@@ -46,12 +46,7 @@ def pair_variances(q: torch.Tensor, keys: torch.Tensor, landmark_tokens: int) ->
 class PairVariances:
     """Sums of `pair_variances` over the prefill passes of a server.
 
-    Args:
-        landmark_tokens: tokens per landmark.
-        req_to_token: [requests, max tokens], SGLang's token table.
-
-    Attributes:
-        sums: [Hkv, D/2] fp64 by layer, of the KV heads on this rank.
+    `sums` are [Hkv, D/2] fp64 by layer, of the KV heads on this rank.
     """
 
     def __init__(self, landmark_tokens: int, req_to_token: torch.Tensor) -> None:

@@ -1,9 +1,4 @@
-"""SGLang's dense attention in plain torch, with two things that SGLang's version lacks: attention
-sinks, and a KV pool for windows.
-
-In: what SGLang hands an attention backend on a machine without an accelerator. Out: outputs of
-dense attention over the whole KV or a sliding window. Other calls go to SGLang's code.
-"""
+"""SGLang's dense attention in plain torch, with attention sinks and a KV pool for windows."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class TorchDenseBackend(TorchNativeAttnBackend):
-    """`torch_native` of SGLang, corrected: in 0.5.17 it takes no sinks, and reads wrong slots where
-    windows have a KV pool of their own."""
+    """`torch_native`, which takes no sinks, and reads wrong slots where windows have a pool."""
 
     def forward_extend(
         self,
@@ -30,16 +24,12 @@ class TorchDenseBackend(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        new_tokens, lengths = forward_batch.extend_seq_lens, forward_batch.seq_lens
         if forward_batch.forward_mode.is_target_verify():
             width = forward_batch.spec_info.draft_token_num
-            new_tokens = torch.full_like(forward_batch.seq_lens, width)
-            lengths = forward_batch.seq_lens + width
-            return self._attend(
-                q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens, lengths
-            )
-        if sinks is None and not self._translates(layer):
+            new_tokens, lengths = torch.full_like(lengths, width), lengths + width
+        elif sinks is None and not self._translates(layer):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        new_tokens, lengths = forward_batch.extend_seq_lens, forward_batch.seq_lens
         return self._attend(
             q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens, lengths
         )
@@ -57,9 +47,8 @@ class TorchDenseBackend(TorchNativeAttnBackend):
         if sinks is None and not self._translates(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         lengths = forward_batch.seq_lens
-        new_tokens = torch.ones_like(lengths)
         return self._attend(
-            q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens, lengths
+            q, k, v, layer, forward_batch, save_kv_cache, sinks, torch.ones_like(lengths), lengths
         )
 
     def _translates(self, layer: "RadixAttention") -> bool:

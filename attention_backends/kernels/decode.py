@@ -11,15 +11,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS, MAX_GROUP, PAGE_SIZES
+from sparrow_sglang.attention_backends.kernel_limits import MAX_GROUP
 from sparrow_sglang.attention_backends.kernels.common import (
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    check_contiguous,
-    check_member,
-    check_tensor,
+    assert_dense,
     dependent_launch,
-    group_size,
     head_columns,
     head_mask,
     sm_count,
@@ -337,25 +332,6 @@ def _decode_kernel(
         tl.store(partial_lse + part, float("-inf"), mask=member < GROUP)
 
 
-def _check_pools(
-    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, out: torch.Tensor
-) -> None:
-    batch, num_q_heads, head_dim = q.shape
-    check_member("head_dim", head_dim, HEAD_DIMS)
-    pool = (k_buffer.shape[0], k_buffer.shape[1], head_dim)
-    check_tensor("q", q, (batch, num_q_heads, head_dim), FLOAT_DTYPES)
-    check_tensor("k_buffer", k_buffer, pool, (q.dtype, torch.float8_e4m3fn))
-    check_tensor("v_buffer", v_buffer, pool, (k_buffer.dtype,))
-    check_tensor("out", out, (batch, num_q_heads, head_dim), (q.dtype,))
-    check_contiguous("k_buffer", k_buffer)
-    check_contiguous("v_buffer", v_buffer)
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.stride(1) != head_dim:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}: expected heads side by side in each row"
-            )
-
-
 def sparse_decode(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -395,21 +371,13 @@ def sparse_decode(
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
-    group = group_size(num_q_heads, num_kv_heads)
-    check_member("page_size", page_size, PAGE_SIZES)
-    check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
-    if num_selected is not None:
-        check_tensor("num_selected", num_selected, (batch,), (torch.int32,))
-    check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    _check_pools(q, k_buffer, v_buffer, out)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (num_q_heads,), (torch.float32, *FLOAT_DTYPES))
+    group = num_q_heads // num_kv_heads
     split, parts = launch.splits > 1, batch * num_q_heads * launch.splits
-    if split and len(scratch.partial_lse) < parts:
-        raise ValueError(
-            f"scratch holds {len(scratch.partial_lse)} parts: expected at least"
-            f" bs·Hq·splits={parts}; allocate it with more parts"
-        )
+    assert_dense(k_buffer, v_buffer, sinks)
+    assert q.stride(1) == out.stride(1) == head_dim
+    assert group <= MAX_GROUP and num_q_heads == group * num_kv_heads
+    assert page_ids.shape[:2] == (batch, num_kv_heads) and page_ids.stride(2) == 1
+    assert not split or len(scratch.partial_lse) >= parts
     merge_early = split and dependent_launch(q.device)
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,

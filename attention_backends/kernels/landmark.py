@@ -4,14 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS, PAGE_SIZES
 from sparrow_sglang.attention_backends.kernels.common import (
-    INDEX_DTYPES,
-    KV_DTYPES,
-    check_contiguous,
-    check_landmarks,
-    check_member,
-    check_tensor,
+    assert_dense,
     head_columns,
     pair_columns,
     store_head,
@@ -213,14 +207,8 @@ def update_landmarks_bulk(
     """
     _, num_kv_heads, head_dim = k_buffer.shape
     batch = seq_lens.shape[0]
-    check_member("page_size", page_size, PAGE_SIZES)
-    check_member("head_dim", head_dim, HEAD_DIMS)
-    check_tensor("k_buffer", k_buffer, (None, None, None), KV_DTYPES)
-    check_tensor("page_table", page_table, (batch, None), (torch.int32,))
-    check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    check_tensor("prefix_lens", prefix_lens, (batch,), INDEX_DTYPES)
-    check_contiguous("k_buffer", k_buffer)
-    check_landmarks(landmarks, num_kv_heads, head_dim, k_buffer.dtype)
+    assert_dense(k_buffer, *landmarks)
+    assert len(page_table) == len(prefix_lens) == batch
     if isinstance(landmarks, Int4Landmarks):
         _int4_landmarks_kernel[(max_pages, batch, num_kv_heads)](
             k_buffer,

@@ -10,13 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.attention_backends.kernel_limits import PAGE_SIZES
-from sparrow_sglang.attention_backends.kernels.common import (
-    INDEX_DTYPES,
-    check_member,
-    check_tensor,
-)
-
 NO_CAP = 2**31 - 1
 EVERY_PAGE = -1
 """Cap of a request that keeps all pages in every layer."""
@@ -114,20 +107,10 @@ def snapshot_page_table(
             held, weight * min(budget of the length, cap of the request)).
         least_pages: sinks and recent pages, which no weight goes below.
     """
-    batch, layers = seq_lens.shape[0], 1
-    check_member("page_size", page_size, PAGE_SIZES)
-    check_tensor("req_to_token", req_to_token, (None, None), (torch.int32,))
-    check_tensor("req_pool_indices", req_pool_indices, (batch,), INDEX_DTYPES)
-    check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    check_tensor("page_table", page_table, (None, None), (torch.int32,))
-    if page_table.shape[0] < batch:
-        raise ValueError(f"page_table has {page_table.shape[0]} rows: expected at least bs={batch}")
-    if (budgets is None) != (num_selected is None):
-        raise ValueError("budgets and num_selected: expected both or neither")
-    if num_selected is not None and budgets is not None:
-        layers = len(budgets.weights)
-        check_tensor("num_selected", num_selected, (layers, batch), (torch.int32,))
-        check_tensor("caps", budgets.caps, (None,), (torch.int32,))
+    batch = seq_lens.shape[0]
+    layers = 1 if budgets is None else len(budgets.weights)
+    assert page_table.shape[0] >= batch and (budgets is None) == (num_selected is None)
+    assert num_selected is None or num_selected.shape == (layers, batch)
     _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _BLOCK))](
         req_to_token,
         req_pool_indices,

@@ -7,16 +7,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS, MAX_PAGES, PAGE_SIZES
+from sparrow_sglang.attention_backends.kernel_limits import MAX_PAGES
 from sparrow_sglang.attention_backends.kernels.common import (
-    FLOAT_DTYPES,
-    INDEX_DTYPES,
-    KV_DTYPES,
-    check_contiguous,
-    check_landmarks,
-    check_member,
-    check_tensor,
-    group_size,
+    assert_dense,
     head_columns,
     head_mask,
     pair_columns,
@@ -402,35 +395,6 @@ def _select_kernel(
                 )
 
 
-def _check_scratch(scratch: SelectScratch, rows: int, max_pages: int) -> None:
-    if max_pages > min(MAX_PAGES, scratch.keys.shape[1]):
-        raise ValueError(
-            f"page_table has {max_pages} columns: expected at most {MAX_PAGES}, and the scratch "
-            f"holds {scratch.keys.shape[1]}; allocate it with max_pages={max_pages}"
-        )
-    if scratch.arrivals.shape[0] < rows:
-        raise ValueError(
-            f"scratch holds {scratch.arrivals.shape[0]} rows: expected at least bs·Hkv={rows}; "
-            "allocate it with a larger max_batch"
-        )
-
-
-def _check_pools(
-    q: torch.Tensor, k_buffer: torch.Tensor, landmarks: Landmarks, page_ids: torch.Tensor
-) -> None:
-    batch, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_buffer.shape[1]
-    check_member("head_dim", head_dim, HEAD_DIMS)
-    check_tensor("q", q, (batch, num_q_heads, head_dim), FLOAT_DTYPES)
-    check_tensor("k_buffer", k_buffer, (None, num_kv_heads, head_dim), KV_DTYPES)
-    check_landmarks(landmarks, num_kv_heads, head_dim, k_buffer.dtype)
-    check_tensor("page_ids", page_ids, (batch, num_kv_heads, None), (torch.int32,))
-    check_contiguous("k_buffer", k_buffer)
-    check_contiguous("page_ids", page_ids)
-    if q.stride(1) != head_dim:
-        raise ValueError(f"q has strides {q.stride()}: expected heads side by side in each row")
-
-
 def select_pages(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -468,25 +432,18 @@ def select_pages(
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
-    group = group_size(num_q_heads, num_kv_heads)
+    group, rows = num_q_heads // num_kv_heads, batch * num_kv_heads
     max_pages = page_table.shape[1]
-    check_member("page_size", page_size, PAGE_SIZES)
-    if sink_pages < 0 or recent_pages < 1:
-        raise ValueError(
-            f"sink_pages={sink_pages}, recent_pages={recent_pages}: expected >= 0 and >= 1"
-        )
-    check_tensor("page_table", page_table, (batch, None), (torch.int32,))
-    check_tensor("seq_lens", seq_lens, (batch,), INDEX_DTYPES)
-    check_tensor("num_selected", num_selected, (batch,), (torch.int32,))
-    _check_pools(q, k_buffer, landmarks, page_ids)
-    _check_scratch(scratch, batch * num_kv_heads, max_pages)
+    assert_dense(k_buffer, page_ids, *landmarks)
+    assert q.stride(1) == head_dim and num_q_heads == group * num_kv_heads and recent_pages > 0
+    assert max_pages <= min(MAX_PAGES, scratch.keys.shape[1]) and rows <= len(scratch.arrivals)
     pairs = 0
     if isinstance(landmarks, Int4Landmarks):
         stored: tuple[torch.Tensor | None, ...] = landmarks
         count, pairs = landmarks.codes.shape[2:]
     else:
         stored, count = (landmarks.means,) * 3, 1
-    _select_kernel[(batch * num_kv_heads, launch.splits)](
+    _select_kernel[(rows, launch.splits)](
         q,
         k_buffer,
         *stored,
