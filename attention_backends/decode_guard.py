@@ -19,7 +19,7 @@ class DecodeGuard:
         self._ever_served = False
 
     def announced(self) -> None:
-        """SGLang has made a decode batch; raises `SparrowError` if earlier ones were not planned."""
+        """A decode batch was made. Raises `SparrowError` if earlier ones were not planned."""
         if self._unplanned == LIMIT:
             raise _bypassed("plan")
         self._unplanned += 1
