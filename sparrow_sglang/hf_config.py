@@ -6,52 +6,17 @@ Imports neither torch nor SGLang.
 from collections.abc import Mapping
 from typing import Any
 
-from sparrow_sglang.json_values import quoted
-
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-
-_EXPECTED = {int: "a whole number from 1 to 2147483647", list: "a list", Mapping: "an object"}
-_TYPES = {
-    "text_config": Mapping,
-    "vocab_size": int,
-    "hidden_size": int,
-    "num_hidden_layers": int,
-    "num_attention_heads": int,
-    "num_key_value_heads": int,
-    "head_dim": int,
-    "max_position_embeddings": int,
-    "decoder_sparse_step": int,
-    "layer_types": list,
-    "mlp_only_layers": list,
-}
-
-
-def field_problem(config: Mapping[str, Any]) -> str | None:
-    """Which field of a config.json no model can have, and what is allowed; None if all are fine.
-
-    Fields that are null or absent have defaults, or another name in models of this kind.
-    """
-    inner = config.get("text_config")
-    for fields in (config, inner if isinstance(inner, Mapping) else {}):
-        for key, kind in _TYPES.items():
-            value = fields.get(key)
-            is_kind = isinstance(value, kind) and not isinstance(value, bool)
-            if value is not None and not (is_kind and (kind is not int or 0 < value < 2**31)):
-                return (
-                    f"{key}={quoted(value)} in the model's config.json: expected {_EXPECTED[kind]}"
-                )
-    return None
 
 
 def config_value(hf_config: Any, key: str) -> Any:
-    """The field `key`, None where the config has none."""
     if isinstance(hf_config, Mapping):
         return hf_config.get(key)
     return getattr(hf_config, key, None)
 
 
 def text_config(hf_config: Any) -> Any:
-    """The config of the language model, which models of several modalities keep in a field."""
+    """The language model's config, which models of several modalities keep in a field."""
     return config_value(hf_config, "text_config") or hf_config
 
 
@@ -62,13 +27,11 @@ def model_value(hf_config: Any, key: str) -> Any:
 
 
 def num_layers_of(hf_config: Any) -> int:
-    """Layers of the language model."""
     layers: int = config_value(text_config(hf_config), "num_hidden_layers")
     return layers
 
 
 def head_dim_of(hf_config: Any) -> int:
-    """Dimensions of an attention head."""
     text = text_config(hf_config)
     head_dim: int = config_value(text, "head_dim") or (
         config_value(text, "hidden_size") // config_value(text, "num_attention_heads")
@@ -77,7 +40,6 @@ def head_dim_of(hf_config: Any) -> int:
 
 
 def num_kv_heads_of(hf_config: Any) -> int:
-    """KV heads of a layer; as many as query heads where the config names none."""
     text = text_config(hf_config)
     heads: int = config_value(text, "num_key_value_heads") or (
         config_value(text, "num_attention_heads")
@@ -88,9 +50,8 @@ def num_kv_heads_of(hf_config: Any) -> int:
 def layer_types_of(hf_config: Any) -> tuple[str, ...]:
     """The kind of each layer's attention, such as "full_attention"; empty if the config names none.
 
-    transformers names a kind for each layer, so for a model whose layers all keep the whole KV the
-    result may be empty or not. For models with linear attention, SGLang's own configs say only that
-    every n-th layer has full attention (0.5.17).
+    For models with linear attention, SGLang's own configs say only that every n-th layer has full
+    attention.
     """
     text = text_config(hf_config)
     interval = config_value(text, "full_attention_interval")

@@ -27,20 +27,8 @@ from pydantic import (
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.hf_config import (
-    linear_layers,
-    model_value,
-    num_layers_of,
-    partial_layers,
-)
-from sparrow_sglang.json_values import (
-    MAX_DEPTH,
-    JsonError,
-    cut,
-    quoted,
-    read_object,
-    require_portable,
-)
+from sparrow_sglang.hf_config import linear_layers, model_value, num_layers_of, partial_layers
+from sparrow_sglang.json_values import JsonError, cut, quoted, read_object, require_portable
 from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens, weighted_pages
 from sparrow_sglang.validation import first_problem
 
@@ -64,21 +52,6 @@ _FIXED = ("page_size", "sink_pages", "recent_pages")
 _FIXED_RULE = ("landmark_tokens", "landmark_bits", "landmark_pairs", "group_score")
 
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
-_EXPECTED = {
-    "name": "a string of 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first",
-    "page_size": f"one of {PAGE_SIZES}",
-    "bin_tokens": f"a whole number of tokens, a multiple of page_size, at most {MAX_TOKENS}",
-    "budget_tokens": f"a list with one whole number of tokens per bin, {MAX_BINS} bins at most,"
-    f" multiples of page_size, at most {MAX_TOKENS}",
-    "sink_pages": f"a whole number, 0 or more, at most {MAX_TOKENS}",
-    "recent_pages": f"a whole number, 1 or more, at most {MAX_TOKENS}",
-    "dense_layers": "a list of layer indices",
-    "calibrated": "true or false",
-    "model": "a string or null",
-    "tail_target": "a number above 0 and at most 1, or null",
-    "model_match": "an object of Hugging Face config fields (numbers, strings, lists), or null",
-    "provenance": f"an object, nested at most {MAX_DEPTH} deep",
-}
 
 
 class ScheduleError(InputError):
@@ -112,7 +85,7 @@ class BudgetSchedule(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise ScheduleError(first_problem(error, type(self), _EXPECTED)) from None
+            raise ScheduleError(first_problem(error, type(self))) from None
 
     @model_validator(mode="after")
     def _check(self) -> "BudgetSchedule":
@@ -123,24 +96,18 @@ class BudgetSchedule(BaseModel):
         for i, tokens in enumerate(self.budget_tokens):
             if tokens < floor:
                 raise ValueError(
-                    f"budget_tokens[{i}]={tokens} is below the pages that are always kept: expected"
-                    f" at least {floor} (sink_pages={self.sink_pages} plus"
-                    f" recent_pages={self.recent_pages}, of {page} tokens each)"
+                    f"budget_tokens[{i}]={tokens}: expected sinks and recent pages or more, {floor}"
                 )
             if tokens % page:
                 raise ValueError(_not_whole_pages(f"budget_tokens[{i}]", tokens, page))
-            if i and tokens < self.budget_tokens[i - 1]:
+            if i and tokens < (before := self.budget_tokens[i - 1]):
                 raise ValueError(
-                    f"budget_tokens[{i}]={tokens} is below budget_tokens[{i - 1}]="
-                    f"{self.budget_tokens[i - 1]}: budgets must not fall with length, expected at"
-                    f" least {self.budget_tokens[i - 1]}"
+                    f"budget_tokens[{i}]={tokens}: expected budgets that do not fall with length,"
+                    f" {before} or more"
                 )
         layers = self.dense_layers
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
-            raise ValueError(
-                f"dense_layers={quoted(list(layers))}: expected distinct layer indices from 0"
-                " upwards"
-            )
+            raise ValueError(f"dense_layers={quoted(list(layers))}: expected distinct indices")
         self._check_selection()
         for field in ("model", "model_match", "provenance"):
             try:
@@ -220,11 +187,7 @@ class BudgetSchedule(BaseModel):
 
         The mean over the sparse layers, rounded down, so that it is below the length wherever any
         of them leaves a page out. A layer reads everything while it fits into its budget. The pages
-        left out are full ones, never the last.
-
-        Args:
-            lengths: cached tokens, the current one included.
-            cap: upper bound of the budget in tokens, as a request may ask for.
+        left out are full ones, never the last. `cap` is a request's upper bound in tokens.
         """
         cached = np.asarray(lengths, dtype=np.int64)
         pages = -(-cached // self.page_size)
@@ -234,12 +197,7 @@ class BudgetSchedule(BaseModel):
         return cached - -(-left_out * self.page_size // len(weights))
 
     def first_sparse_length(self, cap: int | None = None, weight: float | None = None) -> int:
-        """Smallest length at which a page is left out; decode at shorter lengths is dense.
-
-        Args:
-            cap: upper bound of the budget in tokens, as a request may ask for.
-            weight: that of a layer, to ask for this layer alone.
-        """
+        """Smallest length at which a page is left out; with `weight`, of a layer of this weight."""
         budgets = self.layer_budgets(min(self.sparse_weights) if weight is None else weight, cap)
         last = len(budgets) - 1
         for i, budget in enumerate(budgets.tolist()):
@@ -249,10 +207,7 @@ class BudgetSchedule(BaseModel):
         raise AssertionError("the last bin has no upper edge, so the loop returns")
 
     def require_model(self, hf_config: Any) -> None:
-        """Raise `ScheduleError` if the selection rule is for a model of another shape.
-
-        `hf_config` is the model's Hugging Face config, an object or a mapping.
-        """
+        """Raise `ScheduleError` if the selection rule is for a model of another shape."""
         try:
             self.selection.require_model(hf_config)
         except InputError as error:
@@ -263,12 +218,8 @@ class BudgetSchedule(BaseModel):
 
         Layers with a sliding window read their window, whatever the budget, and those with linear
         attention their state: they join the dense layers, so that budgets, layer weights and what
-        is reported hold for the layers that keep the whole KV. `hf_config` is the model's Hugging
-        Face config, an object or a mapping.
-
-        Raises:
-            ScheduleError: the selection rule or dense_layers are for a model of another shape, or
-                no layer would be sparse.
+        is reported hold for the layers that keep the whole KV. Raises `ScheduleError` if the rule
+        or dense_layers are for a model of another shape, or no layer would be sparse.
         """
         self.require_model(hf_config)
         layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
@@ -336,14 +287,12 @@ class BudgetSchedule(BaseModel):
 
     @property
     def is_dense(self) -> bool:
-        """Whether no sequence exceeds the budgets."""
         return self.budget_tokens[0] == MAX_TOKENS
 
     def calibration(self, hf_config: Any) -> str:
         """Whether the budgets were calibrated for this model, in a few words on one line.
 
-        `hf_config` is the model's Hugging Face config, an object or a mapping. A calibrated
-        schedule without `model_match` counts as calibrated for any model.
+        A calibrated schedule without `model_match` counts as calibrated for any model.
         """
         if not self.calibrated:
             return "NOT calibrated"
@@ -364,7 +313,6 @@ class BudgetSchedule(BaseModel):
             yield f"{extrapolated} of {len(rows)} bins extrapolated"
 
     def is_foreign(self, hf_config: Any) -> bool:
-        """Whether the budgets were calibrated, but for another model than that of `hf_config`."""
         return self.calibrated and bool(self.model_match) and not self.matches(hf_config)
 
     def matches(self, hf_config: Any) -> bool:
@@ -394,7 +342,6 @@ class BudgetSchedule(BaseModel):
 
     @classmethod
     def fixed(cls, tokens: int, page_size: int = PAGE_SIZE) -> "BudgetSchedule":
-        """The same budget of `tokens` at every length."""
         name = f"fixed-{tokens}"
         try:
             return cls(
@@ -405,13 +352,11 @@ class BudgetSchedule(BaseModel):
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "BudgetSchedule":
-        """Read a file that `save` wrote; raises `ScheduleError`, which names the file."""
+        """Raises `ScheduleError`, which names the file."""
         try:
-            fields = read_object(path, f"a JSON object with the keys {', '.join(cls.model_fields)}")
+            return cls(**read_object(path, "a schedule"))
         except JsonError as error:
             raise ScheduleError(str(error)) from None
-        try:
-            return cls(**fields)
         except ScheduleError as error:
             raise ScheduleError(f"{cut(str(path))}: {error}") from None
 
@@ -421,6 +366,4 @@ class BudgetSchedule(BaseModel):
 
 
 def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:
-    below = tokens // page_size * page_size
-    near = f"{below} or {below + page_size}" if below else f"{page_size}"
-    return f"{field}={tokens} is not a multiple of page_size={page_size}: nearest allowed is {near}"
+    return f"{field}={tokens}: expected a multiple of page_size={page_size}"

@@ -9,14 +9,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of
@@ -25,14 +18,6 @@ from sparrow_sglang.validation import first_problem
 
 _MOST_PAIRS = 1024
 _MOST_LANDMARKS = 8
-_EXPECTED = {
-    "landmark_tokens": "4, 8 or null",
-    "landmark_bits": "16 or 4",
-    "landmark_pairs": f"null for all rotary pairs, or lists of their indices, 0 to"
-    f" {_MOST_PAIRS - 1}: one list per layer and KV head",
-    "group_score": "'mean_query' or 'best_head'",
-    "layer_weights": "a list with one finite number, 0 or more, per layer of the model, or null",
-}
 _INT4_SCALE_BYTES = 2
 
 PairLists = tuple[tuple[tuple[int, ...], ...], ...]
@@ -84,18 +69,15 @@ class SelectionRule(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise InputError(first_problem(error, type(self), _EXPECTED)) from None
+            raise InputError(first_problem(error, type(self))) from None
 
     @model_validator(mode="after")
     def _check_combination(self) -> "SelectionRule":
+        of_int4 = ("landmark_tokens", "landmark_pairs", "layer_weights")
+        allowed: dict[str, tuple[Any, ...]] = {name: (None,) for name in of_int4}
+        allowed["group_score"] = ("mean_query",)
         if self.int4:
-            allowed: dict[str, tuple[Any, ...]] = {
-                "landmark_tokens": (4, 8),
-                "group_score": ("best_head",),
-            }
-        else:
-            of_int4 = ("landmark_tokens", "landmark_pairs", "layer_weights")
-            allowed = dict.fromkeys(of_int4, (None,)) | {"group_score": ("mean_query",)}
+            allowed = {"landmark_tokens": (4, 8), "group_score": ("best_head",)}
         for field, values in allowed.items():
             if (value := getattr(self, field)) not in values:
                 raise ValueError(
@@ -108,20 +90,18 @@ class SelectionRule(BaseModel):
     def _check_pair_lists(self) -> "SelectionRule":
         if self.landmark_pairs is None:
             return self
-        heads, count = len(self.landmark_pairs[0]), len(self.landmark_pairs[0][0])
-        for layer, lists in enumerate(self.landmark_pairs):
-            if len(lists) != heads:
+        lists = [head for layer in self.landmark_pairs for head in layer]
+        if len(set(map(len, self.landmark_pairs))) > 1 or len(set(map(len, lists))) > 1:
+            raise ValueError(
+                "landmark_pairs: expected a list for each KV head, equally many in each layer, with"
+                " equally many indices"
+            )
+        for pairs in lists:
+            if list(pairs) != sorted(set(pairs)):
                 raise ValueError(
-                    f"landmark_pairs[{layer}] has {len(lists)} lists: expected one for each KV"
-                    f" head, {heads} as in landmark_pairs[0]"
+                    f"landmark_pairs: {quoted(list(pairs), 100)}: expected distinct indices in"
+                    " ascending order"
                 )
-            for head, pairs in enumerate(lists):
-                if len(pairs) != count or list(pairs) != sorted(set(pairs)):
-                    raise ValueError(
-                        f"landmark_pairs[{layer}][{head}]={quoted(list(pairs), 100)}: expected"
-                        f" {count} distinct indices in ascending order, as many as in"
-                        " landmark_pairs[0][0]"
-                    )
         return self
 
     @property
@@ -136,7 +116,6 @@ class SelectionRule(BaseModel):
         return tuple(w for layer, w in enumerate(self.layer_weights) if layer not in dense_layers)
 
     def __str__(self) -> str:
-        """The rule in a few words, as for a log line."""
         if not self.int4:
             return "published selection rule"
         chosen, weights = self.landmark_pairs, self.layer_weights
@@ -146,7 +125,7 @@ class SelectionRule(BaseModel):
 
     @classmethod
     def read(cls, given: Any) -> "SelectionRule":
-        """The rule in a schedule's `selection`. Raises `InputError` if it is not one."""
+        """The rule in a schedule's `selection`. Raises `InputError`."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):

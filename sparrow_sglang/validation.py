@@ -29,18 +29,11 @@ def unknown_key(key: object, known: Iterable[str]) -> str:
 
 
 def first_problem(
-    error: ValidationError,
-    model: type[BaseModel] = BaseModel,
-    expected: Mapping[str, str] | None = None,
-    prefix: str = "",
+    error: ValidationError, model: type[BaseModel] = BaseModel, prefix: str = ""
 ) -> str:
-    """The first of pydantic's errors, an unknown key before all others.
+    """The first of pydantic's errors about `model`, an unknown key before all others.
 
-    Args:
-        error: what pydantic raised.
-        model: what was validated, if it refuses unknown keys.
-        expected: what the fields of `model` allow, in words; pydantic's own words for others.
-        prefix: name of the section that the values lie in.
+    `prefix` names the section that the values lie in.
     """
     problems = error.errors(include_url=False)
     unknown = (problem for problem in problems if problem["type"] == "extra_forbidden")
@@ -50,16 +43,11 @@ def first_problem(
         section = _dotted((prefix, *loc[:-1]))
         words = unknown_key(loc[-1], _section(model, loc[:-1]).model_fields)
         return f"[{section}] {words}" if section else words
-    words = (expected or {}).get(str(loc[0]), "") if loc else ""
-    if words:
-        # Below the field, pydantic's `loc` also names branches of unions, which are left out.
-        loc = (loc[0], *(part for part in loc[1:] if isinstance(part, int)))
-    key = _dotted((prefix, *loc))
+    key, message = _dotted((prefix, *loc)), _in_words_of_toml(problem["msg"])
     if kind == "missing" and isinstance(loc[-1], int):
-        words, kind, key = f"{loc[-1] + 1} values or more", "", _dotted((prefix, *loc[:-1]))
-    if kind == "missing":
-        return f"{key} is missing: expected {words or 'a value'}"
-    message = f"expected {words}" if words else _in_words_of_toml(problem["msg"])
+        key, message = _dotted((prefix, *loc[:-1])), f"expected {loc[-1] + 1} values or more"
+    elif kind == "missing":
+        return f"{key} is missing: expected a value"
     if kind == "value_error" and isinstance(value, Mapping | BaseModel):
         return f"[{key}] {message}" if key else message
     return f"{key}={quoted(value, _COMPARED)} is not allowed: {message}"

@@ -61,19 +61,14 @@ def score_dense(
         raise ValueError(f"top_k={top_k}: expected 1 or more")
     for index, (prompt, response) in enumerate(sequences):
         if not len(prompt) or not len(response):
-            raise ValueError(
-                f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response tokens:"
-                " expected at least one of each"
-            )
+            raise ValueError(f"sequences[{index}]: expected a prompt and a response, neither empty")
     endpoint = connect(target, api_key)
     namespace = f"sparrow-dense-{uuid.uuid4().hex}"
     scores = []
     for batch in _batches(sequences):
-        requests = [
-            scoring_request(prompt, response, top_k, namespace, lora_path)
-            for prompt, response in batch
-        ]
-        answers = endpoint.generate(requests)
+        answers = endpoint.generate(
+            [scoring_request(*sequence, top_k, namespace, lora_path) for sequence in batch]
+        )
         scores += [
             dense_scores(answer, response)
             for answer, (_, response) in zip(answers, batch, strict=True)
@@ -82,7 +77,6 @@ def score_dense(
 
 
 def _batches(sequences: Sequences) -> Iterator[Sequences]:
-    """Consecutive sequences of at most BATCH_TOKENS tokens together, or one longer sequence."""
     start = tokens = 0
     for index, (prompt, response) in enumerate(sequences):
         length = len(prompt) + len(response)
@@ -127,13 +121,11 @@ def measure_acceptance(
 ) -> BatchAcceptance:
     """Score `sequences` densely on the server that sampled them, and compare.
 
-    Call it before the weights change. For confidence intervals, tokens of equal prompts count as
+    Call it before the weights change. `target`, `sequences` and `api_key` are as in `score_dense`;
+    each response came from one request. For confidence intervals, tokens of equal prompts count as
     one group, as samples of one prompt resemble each other.
 
     Args:
-        target: an `sglang.Engine` or a server's base URL.
-        sequences: pairs of prompt ids and response ids, neither empty; each response came from one
-            request.
         rollouts: per sequence, what its sampler recorded at temperature 1 without truncation: the
             answer of `Engine.generate` or /generate to a request with `return_logprob` and
             `top_logprobs_num=20`; `SparseScores`; or, for the mean only, the log-probs [T] of the
@@ -142,7 +134,6 @@ def measure_acceptance(
             active one, for which `api_key` must be that of `get_schedule`.
         lora_path: adapter to score with; None is the base model, which is what a rollout under a
             DistillSparse adapter is compared with.
-        api_key: the server's --api-key, if it has one.
 
     Raises:
         ValueError: lengths differ, or `score_dense` or `acceptance_bounds` refuses an argument.
@@ -150,22 +141,21 @@ def measure_acceptance(
     """
     if len(rollouts) != len(sequences) or not len(sequences):
         raise ValueError(
-            f"{len(sequences)} sequences and {len(rollouts)} rollouts: expected one rollout per"
-            " sequence, and at least one"
+            f"{len(sequences)} sequences, {len(rollouts)} rollouts: expected as many, 1 or more"
         )
-    recorded = [_recorded(rollout) for rollout in rollouts]
+    recorded = [
+        recorded_scores(rollout) if isinstance(rollout, Mapping) else rollout
+        for rollout in rollouts
+    ]
     sampled = [np.asarray(getattr(scores, "logprobs", scores), np.float64) for scores in recorded]
     for index, (logprobs, (_, response)) in enumerate(zip(sampled, sequences, strict=True)):
         if logprobs.shape != (len(response),):
             raise ValueError(
-                f"rollouts[{index}] has log-probs {logprobs.shape}: expected one for each of the"
-                f" {len(response)} tokens of its response"
+                f"rollouts[{index}]: log-probs {logprobs.shape}: expected [{len(response)}]"
             )
     listed = [scores for scores in recorded if isinstance(scores, SparseScores)]
     if listed and len(listed) < len(recorded):
-        raise ValueError(
-            f"{len(listed)} of {len(recorded)} rollouts have top-k lists: expected all or none"
-        )
+        raise ValueError(f"rollouts: {len(listed)} have top-k lists: expected all or none")
     active = get_schedule(target, api_key=api_key) if schedule is None else schedule
     dense = score_dense(target, sequences, TOP_K, lora_path, api_key=api_key)
     bins = [token_bins(active, len(prompt), len(response)) for prompt, response in sequences]
@@ -185,7 +175,3 @@ def measure_acceptance(
         lower.add(cluster, of_tokens, bound.lower)
         upper.add(cluster, of_tokens, bound.upper)
     return BatchAcceptance(mean, dense, bounds, lower, upper)
-
-
-def _recorded(rollout: Mapping[str, Any] | SparseScores | ArrayLike) -> SparseScores | ArrayLike:
-    return recorded_scores(rollout) if isinstance(rollout, Mapping) else rollout

@@ -22,14 +22,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def get_schedule(target: Any, *, api_key: str | None = None) -> BudgetSchedule:
-    """The active schedule.
+    """The active schedule of `target`, an `sglang.Engine` or a server's base URL.
 
-    Args:
-        target: an `sglang.Engine` or a server's base URL.
-        api_key: the server's --admin-api-key, or else --api-key, if it has one.
-
-    Raises:
-        EndpointError: the server is gone, or serves without this backend.
+    `api_key` is the server's --admin-api-key, or else --api-key, if it has one. Raises
+    `EndpointError` if the server is gone, or serves without this backend.
     """
     answer = connect(target, api_key).call_sparrow("schedule")
     return BudgetSchedule(**answer["schedule"])
@@ -48,12 +44,11 @@ def set_schedule(
     it holds dense KV only.
 
     Args:
-        target: an `sglang.Engine` or a server's base URL.
+        target: as in `get_schedule`, as is `api_key`.
         schedule: a schedule; or the name of a shipped one or of that with which the server was
             started, fixed-<tokens>, "dense" for dense decode, or the path of a .json file on this
             machine. Page size, sinks, recent pages and landmarks must be those of the schedule with
             which the server was started, and its dense layers must be dense.
-        api_key: as in `get_schedule`.
         timeout_s: how long to wait for the running requests; without it, until the last one ends.
 
     Raises:
@@ -89,12 +84,10 @@ def push_adapter(
     --enable-lora, --max-lora-rank and --lora-target-modules.
 
     Args:
-        target: an `sglang.Engine` or a server's base URL.
-        name: the name that requests use.
+        target: as in `get_schedule`, as is `api_key`.
         adapter: a folder on this machine as PEFT's `save_pretrained` writes it; or lora_A [r, in]
             and lora_B [out, r] of each module, floating-point, under PEFT's names.
         config: the fields of adapter_config.json; needed with tensors, not allowed with a folder.
-        api_key: the server's --admin-api-key, or else --api-key, if it has one.
 
     Raises:
         ValueError: the folder cannot be read, or `config` is missing or given beside a folder.
@@ -108,7 +101,8 @@ def push_adapter(
             raise ValueError(f"config=None: expected the fields of {CONFIG_FILE} beside tensors")
         # Copies, because safetensors refuses tensors that share memory.
         copies = {key: value.detach().contiguous().clone() for key, value in adapter.items()}
-        fields, weights = _as_json(config), save(copies)
+        # PEFT's config in memory holds sets.
+        fields, weights = json.loads(json.dumps(dict(config), default=sorted)), save(copies)
     else:
         if config is not None:
             raise ValueError(f"config is given beside a folder, which has its own {CONFIG_FILE}")
@@ -116,15 +110,6 @@ def push_adapter(
     connect(target, api_key).call_sparrow(
         "adapter", name=name, config=fields, tensors=base64.b64encode(weights).decode("ascii")
     )
-
-
-def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as PEFT writes it to JSON; its config in memory holds sets."""
-    try:
-        fields: dict[str, Any] = json.loads(json.dumps(dict(config), default=sorted))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"config cannot be sent ({error}): expected JSON values") from None
-    return fields
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -136,6 +121,4 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
             f"adapter={str(folder)!r} cannot be read ({error}): expected a folder with"
             f" {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained writes them"
         ) from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{folder / CONFIG_FILE}: expected a JSON object")
     return fields, weights

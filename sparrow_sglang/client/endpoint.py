@@ -35,10 +35,7 @@ def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEn
     """
     if isinstance(target, str):
         if not target.startswith(("http://", "https://")):
-            raise ValueError(
-                f"target={target!r}: expected an sglang.Engine or a server's base URL, such as"
-                " http://127.0.0.1:30000"
-            )
+            raise ValueError(f"target={target!r}: expected a URL, such as http://127.0.0.1:30000")
         return HttpEndpoint(target, api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "loop"):
         return EngineEndpoint(target)
@@ -50,10 +47,9 @@ def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEn
 class EngineEndpoint:
     """An engine in this process.
 
-    Its methods can be called from any thread: if the engine's event loop runs in another thread,
-    they submit their work to it; if it does not run, they run it in this thread until the work is
-    done. Calls from a coroutine, which would block its event loop, are refused: make them with
-    `asyncio.to_thread`.
+    Its methods can be called from any thread: if the engine's event loop does not run in another,
+    it runs in this one until the work is done. Calls from a coroutine, which would block its event
+    loop, are refused.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -91,10 +87,7 @@ class EngineEndpoint:
             )
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
-        """One of this package's own calls; over HTTP, the server's route /sparrow/`method`.
-
-        Not every call has a route, see `plugin.routes`.
-        """
+        """One of this package's own calls; over HTTP, the route /sparrow/`method`."""
         try:
             return self._run(sparrow_call(self._engine, method)(**fields))
         except InputError as error:
@@ -121,10 +114,7 @@ class EngineEndpoint:
             running = None
         if running is not None:
             work.close()
-            raise EndpointError(
-                "called from a coroutine, which would block its event loop: call it with"
-                " asyncio.to_thread instead"
-            )
+            raise EndpointError("called from a coroutine: expected asyncio.to_thread around it")
         try:
             if loop.is_running():
                 return asyncio.run_coroutine_threadsafe(work, loop).result()
@@ -176,7 +166,6 @@ class HttpEndpoint:
         )
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """As `EngineEndpoint.generate`."""
         answers: list[Future[Answer]] = [Future() for _ in requests]
         todo: SimpleQueue[tuple[Future[Answer], Request]] = SimpleQueue()
         for item, request in zip(answers, requests, strict=True):

@@ -53,9 +53,7 @@ def acceptance_rate(
             f" {tuple(dense_logits.shape)}: expected the same shape [tokens, vocabulary] for both"
         )
     if not temperature > 0:
-        raise ValueError(
-            f"temperature={temperature}: expected a number above 0, the one that was sampled with"
-        )
+        raise ValueError(f"temperature={temperature}: expected a number above 0")
     tokens, vocab = sparse_logits.shape
     alpha = torch.empty(tokens, dtype=torch.float32, device=sparse_logits.device)
     with torch.no_grad():
@@ -74,10 +72,7 @@ def acceptance_rate(
                 overlap += torch.minimum(log_sparse, log_dense).exp().sum(1, keepdim=True)
             alpha[rows] = overlap.squeeze(1)
     if torch.isnan(alpha).any():
-        raise ValueError(
-            "the logits hold NaN or +inf, or a position without any finite logit: expected finite"
-            " numbers or -inf; look for the overflow in the model that produced them"
-        )
+        raise ValueError("logits: expected finite numbers or -inf, and a finite one per position")
     # The two normalisers round, so that equal distributions would reach 1 + 1e-7.
     return alpha.clamp_(max=1.0)
 
@@ -108,8 +103,7 @@ def acceptance_bounds(
     dense = _as_lists("dense", dense_ids, dense_logprobs)
     if len(sparse[0]) != len(dense[0]):
         raise ValueError(
-            f"sparse lists cover {len(sparse[0])} positions, dense lists {len(dense[0])}: expected"
-            " the same positions on both sides"
+            f"sparse_ids {len(sparse[0])}, dense_ids {len(dense[0])}: expected as many"
         )
     lower, upper = np.empty(len(sparse[0])), np.empty(len(sparse[0]))
     rows = max(1, _PAIRS // (sparse[0].shape[1] * dense[0].shape[1]))
@@ -135,14 +129,10 @@ def mean_acceptance_from_samples(
     dense = np.asarray(dense_logprobs, dtype=np.float64)
     if sparse.ndim != 1 or sparse.shape != dense.shape or not sparse.size:
         raise ValueError(
-            f"sparse_logprobs {sparse.shape} and dense_logprobs {dense.shape}: expected one"
-            " log-prob per sampled token on each side, and at least one token"
+            f"sparse_logprobs {sparse.shape}, dense_logprobs {dense.shape}: expected [T] for both"
         )
     if not np.isfinite(sparse).all() or np.isnan(dense).any():
-        raise ValueError(
-            "sparse_logprobs or dense_logprobs hold NaN or an infinity: expected finite log-probs"
-            " (-inf only on the dense side); a sampled token has a probability above 0"
-        )
+        raise ValueError("sparse_logprobs, dense_logprobs: expected finite ones, or -inf if dense")
     ratio = np.exp(np.minimum(dense - sparse, 0.0))
     spread = float(ratio.std(ddof=1)) if ratio.size > 1 else float("inf")
     return SampledMean(float(ratio.mean()), spread / ratio.size**0.5, ratio.size)
@@ -151,10 +141,7 @@ def mean_acceptance_from_samples(
 def _log_normaliser(
     logits: "torch.Tensor", top: "torch.Tensor", chunks: list[slice], temperature: float
 ) -> "torch.Tensor":
-    """log sum exp((logits - top) / temperature) per row, [T, 1] fp32.
-
-    Relative to the row's largest logit `top`, so that large logits cost no precision.
-    """
+    """log sum exp((logits - top) / temperature) per row, [T, 1] fp32."""
     import torch
 
     total = torch.zeros_like(top)
@@ -172,22 +159,14 @@ def _as_lists(
     probs = np.exp(np.asarray(logprobs, dtype=np.float64))
     if tokens.ndim != 2 or tokens.shape != probs.shape or not tokens.shape[1]:
         raise ValueError(
-            f"{side}_ids {tokens.shape} and {side}_logprobs {probs.shape}: expected the same shape"
-            " [tokens, k] for both, with k of at least 1"
+            f"{side}_ids {tokens.shape}, {side}_logprobs {probs.shape}: expected [T, k] for both"
         )
     # A probability of 1 may round to a log-prob just above 0.
     if not (probs <= 1 + 1e-3).all():
-        raise ValueError(
-            f"{side}_logprobs hold NaN or a value above 0 (largest {np.nanmax(np.log(probs)):.3g}):"
-            " expected natural log-probs; pass log-softmax outputs, not logits"
-        )
+        raise ValueError(f"{side}_logprobs: expected natural log-probs, not logits or NaN")
     ordered = np.sort(tokens, axis=1)
-    repeated = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
-    if repeated.size:
-        raise ValueError(
-            f"{side}_ids[{repeated[0]}] names a token twice: expected distinct ids, the most likely"
-            " ones; leave the sampled token out of the list"
-        )
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ValueError(f"{side}_ids: expected distinct ids per position, the most likely ones")
     return tokens, probs
 
 

@@ -35,7 +35,7 @@ def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:
 def comparing_request(slot: int, prompt: Sequence[int], response: Sequence[int]) -> dict[str, Any]:
     """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads.
 
-    Send it after the generation that recorded into `slot`, and before another one records into it.
+    Send it after the generation that recorded into `slot`, and before another one does.
     It takes the prompt's KV from the prefix cache, which no sparse decode writes
     (`plugin.scheduler_hooks.keep_sparse_kv_private`).
     """
@@ -63,8 +63,5 @@ def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
     """
     rates = answer["meta_info"].get(RATES)
     if not rates or rates[0] is None:
-        raise ValueError(
-            "the server records nothing into this slot: expected one started within `recording`,"
-            " with as many slots"
-        )
+        raise ValueError("the server lacks this slot: expected one started within `recording`")
     return np.array(rates[0], dtype=np.float64)

@@ -1,8 +1,7 @@
 """Log-probs and top-k lists of a response, and how to have an SGLang server compute them densely.
 
 Prefill is dense, so a request that prefills prompt and response and generates nothing gives the
-dense distributions of the weights that generated them. In: token ids; answers of SGLang. Out: a
-request's fields; log-probs at temperature 1. Imports neither torch nor SGLang.
+dense distributions of the weights that generated them. Imports neither torch nor SGLang.
 """
 
 import base64
@@ -28,14 +27,6 @@ class Scores:
     logprobs: NDArray[np.float64]
     top_ids: NDArray[np.int64]
     top_logprobs: NDArray[np.float64]
-
-    def __post_init__(self) -> None:
-        tokens = len(self.logprobs)
-        if self.top_ids.shape != self.top_logprobs.shape or len(self.top_ids) != tokens:
-            raise ValueError(
-                f"logprobs of {tokens} tokens, top_ids {self.top_ids.shape}, top_logprobs"
-                f" {self.top_logprobs.shape}: expected [T], [T, k] and [T, k]"
-            )
 
 
 class DenseScores(Scores):
@@ -113,24 +104,23 @@ def recorded_scores(answer: Mapping[str, Any]) -> SparseScores:
 
 
 def _require_tokens(scored: Sequence[int], response: Sequence[int], largest_listed: int) -> None:
-    # SGLang reports the vocabulary's last token as id 0 here (0.5.17), with the right log-prob. The
+    # SGLang reports the vocabulary's last token as id 0 here, with the right log-prob. The
     # vocabulary size is not available over HTTP, but no id that occurs is above the last token's.
     last = max(largest_listed, *map(int, response))
     same = [a == int(b) or (a, int(b)) == (0, last) for a, b in zip(scored, response, strict=False)]
     if len(scored) != len(response) or not all(same):
         raise ValueError(
-            f"the server scored {len(scored)} tokens that are not the response's {len(response)}:"
-            " expected one log-prob per response token; is the target an SGLang 0.5.17 server?"
+            f"the server scored {len(scored)} tokens: expected the response's {len(response)}"
         )
 
 
 def _top_logprobs(meta: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Log-probs and ids of the most probable tokens, both [T, top_k]."""
+    """Log-probs and ids, both [T, top_k]."""
     if "input_top_logprobs_shape" in meta:
         rows, width = meta["input_top_logprobs_shape"]
         shape = (rows, width)
         return _decoded(meta, "val", "<f4", shape), _decoded(meta, "idx", "<i4", shape)
-    # Until 0.5.16 there is a list for each token; the prompt's last token has none.
+    # In 0.5.15 there is a list for each token; the prompt's last token has none.
     pairs = np.array([[entry[:2] for entry in row] for row in meta["input_top_logprobs"][1:]])
     return pairs[..., 0], pairs[..., 1].astype(np.int64)
 

@@ -53,9 +53,6 @@ class TailStatistics:
     """
 
     def __init__(self, bin_tokens: int = BIN_TOKENS) -> None:
-        """Raises `ValueError` if `bin_tokens`, the positions per bin, is below 1."""
-        if bin_tokens < 1:
-            raise ValueError(f"bin_tokens={bin_tokens}: expected 1 or more positions per bin")
         self.bin_tokens = bin_tokens
         self._counts: dict[int, NDArray[np.uint32]] = {}
         self._sums: dict[int, NDArray[np.float64]] = {}
@@ -75,19 +72,21 @@ class TailStatistics:
         of_tokens = np.asarray(bins, dtype=np.int64)
         if of_tokens.shape != rates.shape or (of_tokens < NOT_COUNTED).any():
             raise ValueError(
-                f"bins {of_tokens.shape} and alpha {rates.shape}: expected one bin for each"
-                f" acceptance rate, or {NOT_COUNTED} for a token that does not count"
+                f"bins {of_tokens.shape}, alpha {rates.shape}: expected [T] for both, and bins of"
+                f" {NOT_COUNTED} or more"
             )
         row = zlib.crc32(cluster.encode()) % _GROUPS
-        for index in np.unique(of_tokens[of_tokens != NOT_COUNTED]):
-            counts, sums = self._filled(int(index))
+        for index in np.unique(of_tokens[of_tokens != NOT_COUNTED]).tolist():
+            if index not in self._counts:
+                self._counts[index] = np.zeros((_GROUPS, _STEPS + 1), dtype=np.uint32)
+                self._sums[index] = np.zeros(_GROUPS)
             inside = rates[of_tokens == index]
             cells = np.rint(inside * _STEPS).astype(np.int64)
-            counts[row] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
-            sums[row] += inside.sum()
+            self._counts[index][row] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
+            self._sums[index][row] += inside.sum()
 
     def tokens(self) -> dict[int, int]:
-        """Number of tokens per filled bin."""
+        """Per filled bin."""
         return {index: int(self._counts[index].sum()) for index in sorted(self._counts)}
 
     def bins(self, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95) -> list[BinTail]:
@@ -105,11 +104,6 @@ class TailStatistics:
         errors are those of the delete-one-cluster jackknife, their multiple is a quantile of
         Student's t, with fewer degrees of freedom where few clusters hold most of the variance.
         """
-        if not 0 < percentile < 100 or not 0 < confidence < 1:
-            raise ValueError(
-                f"percentile={percentile}, confidence={confidence}: expected a percentile between"
-                " 0 and 100 and a confidence between 0 and 1, both exclusive"
-            )
         filled = self._counts[index].any(axis=1)
         counts, sums = self._counts[index][filled].astype(np.int64), self._sums[index][filled]
         tokens = counts.sum(axis=1)
@@ -137,13 +131,6 @@ class TailStatistics:
             mean_low=mean_low,
             mean_high=mean_high,
         )
-
-    def _filled(self, index: int) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
-        """Counts [clusters, cells] and sums [clusters] of a bin, made at its first token."""
-        if index not in self._counts:
-            self._counts[index] = np.zeros((_GROUPS, _STEPS + 1), dtype=np.uint32)
-            self._sums[index] = np.zeros(_GROUPS)
-        return self._counts[index], self._sums[index]
 
 
 def _cell(below: NDArray[np.int64], share: float) -> int:
@@ -185,7 +172,5 @@ def _checked_alpha(alpha: ArrayLike) -> NDArray[np.float64]:
     # Written so that NaN fails too; a sum of probabilities may round past 1.
     wrong = np.flatnonzero(~((values >= 0) & (values <= 1 + 1e-5)))
     if wrong.size:
-        raise ValueError(
-            f"alpha[{wrong[0]}]={values[wrong[0]]}: expected acceptance rates between 0 and 1"
-        )
+        raise ValueError(f"alpha[{wrong[0]}]={values[wrong[0]]}: expected rates between 0 and 1")
     return np.minimum(values, 1.0)

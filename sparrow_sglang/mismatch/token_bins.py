@@ -30,13 +30,8 @@ def token_bins(
     Only tokens of sparse decode steps count: where the budget holds all cached tokens, decode is
     dense. A token belongs to the bin of the budget that its step has read. Bins are
     `tail_bin_tokens(schedule)` positions wide, and go on beyond the schedule's last one.
-
-    Args:
-        schedule: the one that the response was decoded under.
-        prompt_tokens: tokens before the response.
-        response_tokens: tokens of the response.
-        prefilled: indices of response tokens that no decode step has sampled: the first one, the
-            first one of each further request that continued the response, and inserted tokens.
+    `prefilled` are indices of response tokens that no decode step has sampled: the first one, the
+    first one of each further request that continued the response, and inserted tokens.
     """
     # The decode step that samples the token at position p attends to p cached tokens.
     cached = np.arange(prompt_tokens, prompt_tokens + response_tokens)

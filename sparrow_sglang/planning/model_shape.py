@@ -12,7 +12,6 @@ from sparrow_sglang.hf_config import (
     FULL,
     LINEAR,
     WINDOW,
-    field_problem,
     head_dim_of,
     layer_types_of,
     linear_layers,
@@ -139,8 +138,6 @@ class ModelShape:
         whose weights and KV these formulas do not count, and on a sliding window without
         `layer_types` that say which layers have it.
         """
-        if problem := field_problem(config):
-            raise InputError(problem)
         config = text_config(config)
         windows = window_layers(config)
         refused = list(_REFUSED)

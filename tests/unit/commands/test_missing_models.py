@@ -1,6 +1,5 @@
 """`sparrow doctor` on a model that is not there."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,6 @@ from sparrow_sglang.models import missing_weights, model_problem
 
 LLAMA = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", %s}'
 ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
-
-SIZE = " in the model's config.json: expected a whole number from 1 to 2147483647"
-WRONG = [
-    ("vocab_size", 0),
-    ("hidden_size", "wide"),
-    ("num_hidden_layers", -1),
-    ("num_attention_heads", 0),
-    ("num_key_value_heads", 1.5),
-    ("head_dim", 10**30),
-    ("max_position_embeddings", True),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +48,6 @@ def test_a_hub_that_cannot_be_reached_is_not_called_a_missing_model() -> None:
         ('{"architectures": []}', "architectures=[] in its config.json: expected a list"),
         ("[" * 100_000, "its config.json cannot be read"),
         (LLAMA % '"rms_norm_eps": "small"', "Field 'rms_norm_eps' expected float, got str"),
-        *(
-            (LLAMA % f'"{key}": {json.dumps(value)}', f"{key}={value!r}{SIZE}")
-            for key, value in WRONG
-        ),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused_by_every_command(
@@ -77,8 +61,7 @@ def test_a_config_that_cannot_be_used_is_refused_by_every_command(
     (tmp_path / "run.toml").write_text(
         f"run_dir = '{tmp_path}/run'\nmodel.path = '{tmp_path}'\ntask.name = 'story'\n"
     )
-    commands = [["serve", *served], ["calibrate", *named], ["train", f"{tmp_path}/run.toml"]]
-    for argv in [*commands, ["plan", *named]] if SIZE in said else commands:
+    for argv in ["serve", *served], ["calibrate", *named], ["train", f"{tmp_path}/run.toml"]:
         assert cli.main(argv) == 2
         assert said in capsys.readouterr().err.splitlines()[-1]
 

@@ -90,12 +90,12 @@ class TestExact:
 
     def test_refuses_what_it_cannot_judge(self) -> None:
         logits = torch.zeros(2, 4)
-        with pytest.raises(ValueError, match=r"\(2, 4\) and dense_logits \(2, 5\)"):
+        with pytest.raises(ValueError, match="sparse_logits"):
             acceptance_rate(logits, torch.zeros(2, 5))
         with pytest.raises(ValueError, match="temperature=0"):
             acceptance_rate(logits, logits, temperature=0)
         logits[1, 2] = torch.nan
-        with pytest.raises(ValueError, match="NaN"):
+        with pytest.raises(ValueError, match="logits"):
             acceptance_rate(logits, torch.zeros(2, 4))
 
 
@@ -207,7 +207,7 @@ class TestSampled:
     def test_one_token_has_no_spread_and_none_is_refused(self) -> None:
         one = mean_acceptance_from_samples([-1.0], [-1.0 + math.log(0.25)])
         assert (one.mean, one.standard_error) == (pytest.approx(0.25), math.inf)
-        with pytest.raises(ValueError, match="at least one token"):
+        with pytest.raises(ValueError, match="sparse_logprobs"):
             mean_acceptance_from_samples([], [])
-        with pytest.raises(ValueError, match="above 0"):
+        with pytest.raises(ValueError, match="sparse_logprobs"):
             mean_acceptance_from_samples([-math.inf], [-1.0])
