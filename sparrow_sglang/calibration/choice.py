@@ -42,11 +42,6 @@ def shortage(tail: BinTail | None, min_tokens: int) -> str:
     return "too few prompts" if tail.tail_low is None else ""
 
 
-def is_filled(tail: BinTail | None, min_tokens: int) -> bool:
-    """Whether a bin has enough tokens, from enough prompts for an interval, to be judged."""
-    return not shortage(tail, min_tokens)
-
-
 def holds(tail: BinTail, target: float) -> bool:
     """Whether even the lower end of the tail's confidence interval reaches the target.
 
@@ -57,13 +52,10 @@ def holds(tail: BinTail, target: float) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredTails:
-    """What fixed budgets gave, and how it is judged.
+    """Tails under fixed budgets, by KV budget in tokens and bin, and how they are judged.
 
-    Attributes:
-        by_budget: KV budget in tokens -> bin of positions -> tail.
-        bin_tokens: positions per bin.
-        min_tokens: tokens that a bin needs to be judged.
-        least_weight: smallest share of the budget that a sparse layer reads.
+    `min_tokens` is what a bin needs to be judged, `least_weight` the smallest share of the budget
+    that a sparse layer reads.
     """
 
     by_budget: Mapping[int, Mapping[int, BinTail]]
@@ -73,7 +65,6 @@ class MeasuredTails:
 
     @property
     def bins(self) -> list[int]:
-        """Bins in which anything was measured."""
         return sorted({index for bins in self.by_budget.values() for index in bins})
 
     @property
@@ -91,7 +82,7 @@ class MeasuredTails:
         return {
             budget: bins[index]
             for budget, bins in self.by_budget.items()
-            if is_filled(bins.get(index), self.min_tokens) and budget < self.whole_budget(index)
+            if not shortage(bins.get(index), self.min_tokens) and budget < self.whole_budget(index)
         }
 
     def need(self, index: int, target: float) -> int | None:
@@ -103,7 +94,7 @@ class MeasuredTails:
         without a lower bound, as its lowest rates come from a few prompts, proves nothing and is
         passed over.
         """
-        if not any(is_filled(bins.get(index), self.min_tokens) for bins in self.by_budget.values()):
+        if all(shortage(bins.get(index), self.min_tokens) for bins in self.by_budget.values()):
             return None
         need = self.whole_budget(index)
         for budget, tail in sorted(self.judged(index).items(), reverse=True):
@@ -128,9 +119,8 @@ class MeasuredTails:
 
 def interval(tail: BinTail) -> dict[str, Any]:
     """The fields of a tail that files hold."""
-    return {
-        name: getattr(tail, name) for name in ("tokens", "tail", "tail_low", "tail_high", "mean")
-    }
+    names = ("tokens", "tail", "tail_low", "tail_high", "mean")
+    return {name: getattr(tail, name) for name in names}
 
 
 def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[dict[str, Any]]:
@@ -140,7 +130,7 @@ def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[dict[str,
     the bin is dense: the end of the bin, or more where a layer reads less than the budget. A bin
     without enough tokens takes the need of the next filled one, as needs grow with length. Beyond
     the last filled bin, the need of that bin is scaled in proportion to the length. Raises
-    `CalibrationError` if no bin is filled, and on a target outside (0, 1).
+    `CalibrationError` if no bin is filled.
 
     Returns:
         A row per bin, as schedules hold them in their provenance: `needed_tokens` is the budget
@@ -148,16 +138,13 @@ def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[dict[str,
         `basis` "measured", "dense" (no page is left out) or "extrapolated" (no budget has enough
         tokens here); and the tail that was measured at the budget, if there is one.
     """
-    if not 0 < target < 1:
-        raise CalibrationError(f"target={target}: expected a tail between 0 and 1, e.g. 0.86")
     needs = {index: tails.need(index, target) for index in range(num_bins)}
     needed = {index: need for index, need in needs.items() if need is not None}
     if not needed:
         counts = [tail.tokens for bins in tails.by_budget.values() for tail in bins.values()]
         raise CalibrationError(
-            f"no bin has enough tokens: the fullest has {max(counts, default=0)} at one budget,"
-            f" expected at least {tails.min_tokens} from {MIN_CLUSTERS} prompts or more; add"
-            " --samples or prompts, or lower --min-tokens"
+            f"no bin has enough tokens: {max(counts, default=0)} at most, expected --min-tokens"
+            f" {tails.min_tokens} from {MIN_CLUSTERS} prompts; add --samples or prompts"
         )
     rows: list[dict[str, Any]] = []
     budget = 0
@@ -171,15 +158,9 @@ def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[dict[str,
             basis = "extrapolated"
         elif budget >= tails.whole_budget(index):
             basis = "dense"
-        row = {
-            "bin": index,
-            "budget_tokens": budget,
-            "needed_tokens": need,
-            "basis": basis,
-            "tokens": 0,
-        }
+        row = {"bin": index, "budget_tokens": budget, "needed_tokens": need, "basis": basis}
         evidence = tails.by_budget.get(budget, {}).get(index)
-        rows.append(row if evidence is None else row | interval(evidence))
+        rows.append(row | ({"tokens": 0} if evidence is None else interval(evidence)))
     return rows
 
 

@@ -33,7 +33,6 @@ DEFAULT_TARGET = 0.86
 PUBLISHED = "published"
 CALIBRATED = "calibrated"
 RULES = (PUBLISHED, CALIBRATED)
-MATCHED_FIELDS = ("architectures", "hidden_size", "num_hidden_layers")
 # Each is a fifth to a half larger than the one before. Models with two KV heads need half of the
 # context and more.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288,
@@ -45,29 +44,15 @@ GIVEN_RESPONSE_ENGINE_ARGS = {
     # An overlapping scheduler would launch a step before the request has the token of the last one.
     "disable_overlap_schedule": True,
 }
-# Arguments of the engine that the command sets, and what to do instead of setting them.
-_OWN_ARGUMENTS = {
-    "page_size": "pass --page-size",
-    "random_seed": "pass --seed",
-    "sparrow_schedule": "each budget is measured under a schedule of its own",
-}
+# A response is compared on the engine that generated it, so data parallelism is none of them.
+_OWN_ARGUMENTS = ("page_size", "random_seed", "sparrow_schedule", "dp_size")
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """The options of `sparrow calibrate`; fields are named as its flags are.
+    """The options of `sparrow calibrate`, named as its flags are; what is empty has a default.
 
     Raises `CalibrationError` on a target that is none, and on options that a check does not take.
-
-    Attributes:
-        target: tails to hold, one schedule each; empty for the default.
-        check: files or shipped names of schedules to check; empty to calibrate.
-        budgets: in tokens; empty for those that suit the model's context.
-        rule: one of `RULES`; None for `calibrated`, or `published` where the model has layers with
-            linear attention.
-        bin_tokens: positions per bin; None for what suits the model's context.
-        batch: generations that are measured at the same time.
-        engine_args: further arguments of `sglang.Engine`.
     """
 
     model_path: str = EMBEDDED_MODEL_NAME
@@ -97,10 +82,7 @@ class CalibrationOptions:
         given = {"rule": self.rule, "budgets": self.budgets, "bin-tokens": self.bin_tokens}
         for name, value in given.items():
             if self.check and value:
-                raise CalibrationError(
-                    f"--{name} has no effect with --check, which generates under each schedule as"
-                    " its file says: leave it out"
-                )
+                raise CalibrationError(f"--{name} with --check: expected one of the two")
 
     def require_files(self) -> None:
         """Refuse missing or malformed files, before torch and SGLang are imported."""
@@ -121,12 +103,7 @@ class Job:
 
     Attributes:
         path: folder or hub name that the engine loads.
-        context: the model's longest sequence.
-        bin_tokens: positions per bin.
-        samples: all generations.
         settings: everything that the measurements depend on.
-        folder: where the measurements are kept.
-        engine_args: arguments for `sglang.Engine`.
         targets: tails to hold, one for each schedule.
         schedules: the schedules to check; empty for a calibration.
         out: the file to write; for several schedules, their common name.
@@ -161,7 +138,8 @@ class Job:
 
     def origin(self) -> dict[str, Any]:
         """The model, and the date, machine and versions of the measurement."""
-        values = {key: model_value(self.hf_config, key) for key in MATCHED_FIELDS}
+        fields = ("architectures", "hidden_size", "num_hidden_layers")
+        values = {key: model_value(self.hf_config, key) for key in fields}
         return {
             "model": Path(self.options.model_path).name,
             "model_match": {key: value for key, value in values.items() if value is not None},
@@ -187,8 +165,7 @@ def calibration_job(options: CalibrationOptions) -> Job:
     for path in _schedule_files(out, targets):
         if not NAME.fullmatch(path.stem):
             raise CalibrationError(
-                f"--out {cut(str(path))}: expected a file name of 1 to 64 letters, digits, '.', '_'"
-                " and '-' before .json, which becomes the name of the schedule"
+                f"--out {cut(str(path))}: expected a schedule's name, {NAME.pattern}, and .json"
             )
     context, page_size = model["context"], options.page_size
     bin_tokens = options.bin_tokens or default_bin_tokens(context, page_size)
@@ -224,15 +201,7 @@ def check_job(options: CalibrationOptions) -> Job:
         schedule.require_switch_from(schedules[0])
     page_size = schedules[0].page_size
     if len(options.target) > 1:
-        raise CalibrationError(
-            f"--target {' '.join(map(str, options.target))} with --check: expected one, or none to"
-            " judge each schedule by its own"
-        )
-    if options.page_size not in (PAGE_SIZE, page_size):
-        raise CalibrationError(
-            f"--page-size {options.page_size} with --check: {schedules[0].name} has pages of"
-            f" {page_size}; leave it out"
-        )
+        raise CalibrationError(f"--target with --check: expected one, got {options.target}")
     targets = []
     for schedule in schedules:
         target = options.target[0] if options.target else schedule.tail_target
@@ -261,8 +230,8 @@ def check_job(options: CalibrationOptions) -> Job:
     for schedule in schedules:
         if not any(sample.schedule is schedule for sample in job.samples):
             raise CalibrationError(
-                f"--check {schedule.name}: no generation would decode sparsely, so there is nothing"
-                " to judge: expected longer prompts or more --new-tokens"
+                f"--check {schedule.name}: no generation would decode sparsely: expected longer"
+                " prompts or more --new-tokens"
             )
     return job
 
@@ -295,17 +264,12 @@ def _job(
     samples = plan_samples(prompts, under, options.samples, options.new_tokens, room, checked)
     if not samples:
         raise CalibrationError(
-            "no generation would decode sparsely: the budgets hold every prompt with its new"
-            " tokens; expected longer prompts, more --new-tokens or smaller --budgets"
+            "no generation would decode sparsely: expected longer prompts, more --new-tokens or"
+            " smaller --budgets"
         )
-    for name, instead in _OWN_ARGUMENTS.items():
+    for name in _OWN_ARGUMENTS:
         if name in options.engine_args:
-            raise CalibrationError(f"--engine-args {name} is not set there: {instead}")
-    if (replicas := options.engine_args.get("dp_size", 1)) != 1:
-        raise CalibrationError(
-            f"--engine-args dp_size={replicas}: expected 1, as a response is compared on the engine"
-            " that generated it; start one calibration for each GPU"
-        )
+            raise CalibrationError(f"--engine-args {name}: expected none of {_OWN_ARGUMENTS}")
     engine_args = {
         "context_length": context,
         "page_size": fields["page_size"],
@@ -333,7 +297,7 @@ def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
 
 
 def _model(options: CalibrationOptions) -> dict[str, Any]:
-    """`path`, `hf_config` and `context` of a job. Raises `CalibrationError` if it has none."""
+    """`path`, `hf_config` and `context` of a job."""
     from transformers import AutoConfig
 
     path = model_folder(options.model_path)
@@ -397,18 +361,15 @@ def engine_dtype(engine_args: dict[str, Any]) -> str | None:
 
 
 def _identity(spec: str, path: str) -> str:
-    """Identify a model by its full path if it is a folder, else by its name.
-
-    The folder's name would not do, as all checkpoints of a run are in folders called `model`. Of an
-    embedded model it does: its path is that of this machine's cache.
-    """
+    """A model's full path if it is a folder, else its name: all checkpoints of a run are in folders
+    called `model`, but an embedded model is in this machine's cache."""
     if Path(spec).is_dir():
         return str(Path(path).resolve())
     return spec if path == spec else Path(path).name
 
 
 def _weights(spec: str) -> str:
-    """Digest of names, sizes and times of a folder's files of weights; empty for other models."""
+    """Digest of names, sizes and times of a folder's weights; empty for other models."""
     if not Path(spec).is_dir():
         return ""
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(spec).glob(kind)]

@@ -36,7 +36,7 @@ _GIVEN = "sparrow_given_response"
 
 
 class MeasuringEngine(ExitStack):
-    """An engine for the measurements of one calibration, which starts when the first is missing."""
+    """The engine of one calibration, which starts when the first measurement is missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +44,9 @@ class MeasuringEngine(ExitStack):
         self._began = time.monotonic()
 
     def measure_missing(self, job: Job) -> None:
-        """Measure the samples that the job's work folder lacks; starts no engine if it lacks none.
+        """Measure the samples that the job's work folder lacks, if any; raises as `measure`.
 
-        The engine of an earlier job is used again, which must have this job's landmarks. Raises
-        `CalibrationError` as `measure` does.
+        The engine of an earlier job is used again, which must have this job's landmarks.
         """
         if len(job.work.load()) == len(job.samples):
             return
@@ -70,8 +69,7 @@ class MeasuringEngine(ExitStack):
             measure(self._engine, job.samples, job.work, job.options.batch, progress)
 
     def cost(self) -> dict[str, float]:
-        """Seconds since this object was made, without what an earlier run had measured, and the GiB
-        in use on the first GPU; empty if nothing was missing."""
+        """Seconds, and GiB in use on the first GPU; empty if nothing was missing."""
         import torch
 
         if self._engine is None:
@@ -148,8 +146,7 @@ def measure(
 ) -> None:
     """Measure the samples that `work` does not hold yet, at most `batch` at a time.
 
-    `engine` is an `sglang.Engine` that records at least `batch` generations. Raises
-    `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
+    Raises `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
     measurement, finished samples are kept.
     """
     endpoint = EngineEndpoint(engine)
@@ -240,8 +237,7 @@ def _measure_batch(
         given = list(sample.prompt.response_ids[: sample.new_tokens])
         if given and answer["output_ids"] != given:
             raise CalibrationError(
-                f"prompt {sample.prompt.name}: the engine generated other tokens than the given"
-                " response; expected SGLang to apply the logit processor of the request"
+                f"prompt {sample.prompt.name}: the engine generated other tokens than those given"
             )
         return comparing_request(slot, sample.prompt.input_ids, answer["output_ids"])
 

@@ -75,7 +75,7 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The longest prompts, where most pages are left out, in their original order."""
+    """The longest prompts, in their original order."""
     keep = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].input_ids))[:PROMPTS]
     return [prompts[i] for i in sorted(keep)]
 
@@ -136,8 +136,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
                 found = endpoint.call_sparrow("pairs")
             except RuntimeError as error:
                 raise CalibrationError(
-                    f"the engine failed ({error}) while rotary pairs were measured: repeat the"
-                    " command"
+                    f"the engine failed ({error}): repeat the command"
                 ) from error
     config = job.hf_config
     shape = (num_layers_of(config), num_kv_heads_of(config), head_dim_of(config) // 2)
@@ -160,9 +159,11 @@ def _measured(
     """Tokens of each schedule, by its name, along one sample of each prompt."""
     room = job.context - UNSCORED
     samples = plan_samples(prompts, schedules, 1, job.options.new_tokens, room, switched=True)
-    step = replace(
-        _step_of(job, name, _even(job, rule), schedules=_settings(schedules)), samples=samples
-    )
+    settings = [
+        schedule.model_dump(mode="json") | {"selection": rule_settings(schedule.selection)}
+        for schedule in schedules
+    ]
+    step = replace(_step_of(job, name, _even(job, rule), schedules=settings), samples=samples)
     measuring.measure_missing(step)
     measured = step.work.by_schedule(samples)
     for schedule in schedules:
@@ -172,13 +173,6 @@ def _measured(
                 f" more than {schedule.first_sparse_length()} tokens, or more --new-tokens"
             )
     return measured
-
-
-def _settings(schedules: Sequence[BudgetSchedule]) -> list[Any]:
-    return [
-        schedule.model_dump(mode="json") | {"selection": rule_settings(schedule.selection)}
-        for schedule in schedules
-    ]
 
 
 def _under(job: Job, choice: RuleChoice) -> Job:
@@ -192,17 +186,14 @@ def _under(job: Job, choice: RuleChoice) -> Job:
     )
     path = job.folder / "rule.json"
     whole.save(path)
-    chosen = {
-        "selection": rule_settings(choice.selection),
-        "dense_layers": list(choice.dense_layers),
-    }
+    rule = {"selection": rule_settings(choice.selection), "dense_layers": [*choice.dense_layers]}
     samples = plan_samples(
         job.prompts, budgets, job.options.samples, job.options.new_tokens, job.context - UNSCORED
     )
     return replace(
         job,
         samples=samples,
-        settings=job.settings | chosen,
+        settings=job.settings | rule,
         engine_args=job.engine_args | {"sparrow_schedule": str(path)},
         rule=choice,
     )

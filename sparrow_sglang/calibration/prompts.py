@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -13,12 +14,11 @@ from sparrow_sglang.json_values import cut, relative_note
 
 
 class Tokenize(Protocol):
-    """Converts a string, or chat messages, to token ids."""
+    """Token ids of a string, or of chat messages."""
 
     def __call__(
         self, text: str | list[dict[str, Any]], add_special_tokens: bool = True
-    ) -> list[int]:
-        """Without `add_special_tokens`, a string gets no tokens of a text's start or end."""
+    ) -> list[int]: ...
 
 
 # Tokens of the context that SGLang (0.5.17) does not allow for input; a sequence to score is input.
@@ -53,20 +53,19 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
     A model without a template, such as a base model, continues the joined texts of the messages.
     """
-    loaded: list[Any] = []
+
+    @cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model_path)
 
     def tokenize(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
-        if not loaded:
-            from transformers import AutoTokenizer
-
-            loaded.append(AutoTokenizer.from_pretrained(model_path))
-        if loaded[0].chat_template is None and not isinstance(text, str):
+        if tokenizer().chat_template is None and not isinstance(text, str):
             text = "\n\n".join(str(message.get("content", "")) for message in text)
         if isinstance(text, str):
-            return list(loaded[0](text, add_special_tokens=add_special_tokens)["input_ids"])
-        ids = loaded[0].apply_chat_template(
-            text, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+            return list(tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"])
+        ids = tokenizer().apply_chat_template(text, add_generation_prompt=True, return_dict=False)
         return list(ids)
 
     return tokenize
@@ -97,8 +96,8 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
         longest = context - NEEDED_ROOM - UNSCORED
         if len(ids) > longest:
             raise CalibrationError(
-                f"{path}:{number}: the prompt has {len(ids)} tokens, which leaves no room in the"
-                f" model's context of {context}: expected at most {longest}"
+                f"{path}:{number}: the prompt has {len(ids)} tokens: expected at most {longest}, to"
+                f" leave room in the model's context of {context}"
             )
         name = names.setdefault(tuple(ids), f"{number}-{_digest(ids)[:8]}")
         prompts.append(Prompt(name, tuple(ids), tuple(response)))
@@ -110,7 +109,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
 
 
 def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of its response, which is empty where none is given."""
+    """Token ids of the prompt and of a given response."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -126,8 +125,8 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], l
         found = ids
     if not found:
         raise CalibrationError(
-            f'{where}: {line.strip()[:60]!r} is no prompt; expected {{"prompt": text}},'
-            ' {"messages": [...]} or {"input_ids": [numbers]}, with at least one token'
+            f'{where}: {line.strip()[:60]!r}: expected {{"prompt": text}}, {{"messages": [...]}} or'
+            ' {"input_ids": [numbers]}, with at least one token'
         )
     response = fields.get("response", [])
     following = response
@@ -135,8 +134,7 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], l
         following = tokenize(response, add_special_tokens=False)
     if "response" in fields and not (_are_ids(following) and len(following) > 1):
         raise CalibrationError(
-            f"{where}: response {cut(repr(response))}: expected a text or token ids, two tokens or"
-            " more; or none, to sample one"
+            f"{where}: response {cut(repr(response))}: expected a text or ids of two tokens or more"
         )
     return found, following
 
@@ -177,15 +175,10 @@ def builtin_prompts(
                 chars = chars * end // (len(ids) + 16)
                 ids = tokenize(_messages(_slice(corpus, chars, draw), draw.choice(QUESTIONS)))
             prompts.append(Prompt(f"builtin-{_digest(ids)[:12]}", tuple(ids)))
-    if not prompts and context > frame + new_tokens:
-        raise CalibrationError(
-            f"--prompts-per-bin {per_bin}: none of the prompts would be longer than a question's"
-            f" {frame} tokens; expected {per_bin + 1} or more"
-        )
     if not prompts:
         raise CalibrationError(
-            f"the model's context of {context} tokens is too short for the built-in prompts:"
-            f" expected more than {frame + new_tokens}; pass --prompts, or fewer --new-tokens"
+            f"no built-in prompt fits into the model's context of {context} tokens: expected more"
+            f" than {frame + new_tokens}, or --prompts, or more --prompts-per-bin"
         )
     return prompts
 
@@ -210,12 +203,7 @@ def _corpus(part: str) -> str:
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """SHA-256 over names and token ids, in order."""
-    content = json.dumps(
-        [
-            [prompt.name, prompt.input_ids, *([prompt.response_ids] if prompt.response_ids else [])]
-            for prompt in prompts
-        ]
-    )
+    content = json.dumps([[p.name, p.input_ids, *filter(None, [p.response_ids])] for p in prompts])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

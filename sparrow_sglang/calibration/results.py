@@ -25,9 +25,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 
 def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
-    """Write schedule files from the stored measurements; yields lines to print.
-
-    `cost` is what this run of the command spent on them, for the files.
+    """Write schedule files from the stored measurements, with their `cost`; yields lines to print.
 
     If a target is held nowhere, raises `CalibrationError` after writing everything else.
     """
@@ -90,13 +88,15 @@ def make_schedule(
 ) -> BudgetSchedule:
     """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
 
-    `origin` says how the tails were measured ("model", "model_match" and further entries of the
-    provenance). Raises `CalibrationError` as `choose` does, and if no measured budget holds the
-    target in any bin, because such a schedule would be calibrated in name only.
+    `origin` has "model", "model_match" and further entries of the provenance. Raises
+    `CalibrationError` as `choose` does, and if no measured budget holds the target in any bin.
     """
     bins = choose(tails, target, -(-context // tails.bin_tokens))
     if not any(row["basis"] == "measured" for row in bins):
-        raise CalibrationError(nothing_holds(tails, target))
+        raise CalibrationError(
+            f"target {target:g}: no measured budget holds it in any bin: expected larger --budgets,"
+            " more prompts or --samples, or a lower --target"
+        )
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
     fields: dict[str, Any] = {}
     if rule is not None:
@@ -174,24 +174,16 @@ def check_schedule(
 
 def describe(schedule: BudgetSchedule) -> str:
     """The bins of a calibrated schedule as a table."""
-    bins: Any = schedule.provenance["bins"]
-    lines = [_table_head("basis")]
-    for row in bins:
-        span = _positions(row["bin"], schedule.bin_tokens)
-        lines.append(_table_line(span, row["budget_tokens"], row, row["basis"]))
-    return "\n".join(lines)
+    return _table(schedule.provenance["bins"], schedule.bin_tokens, "basis")
 
 
 def describe_check(report: Mapping[str, Any]) -> str:
     """The bins of a check as a table, and whether the schedule holds its target."""
-    lines = [_table_head("verdict")]
-    for row in report["bins"]:
-        span = _positions(row["bin"], report["bin_tokens"])
-        lines.append(_table_line(span, row["budget_tokens"], row, row["verdict"]))
     verdict = "holds" if report["holds"] else "does not hold"
     if not any(row["verdict"] in ("holds", "fails", "undecided") for row in report["bins"]):
         verdict = "has no judged bin for"
-    return "\n".join([*lines, f"{report['schedule']}: {verdict} {report['target']:g}\n"])
+    table = _table(report["bins"], report["bin_tokens"], "verdict")
+    return f"{table}\n{report['schedule']}: {verdict} {report['target']:g}\n"
 
 
 def describe_tails(tails: MeasuredTails, targets: Sequence[float]) -> str:
@@ -216,33 +208,15 @@ def describe_misses(tails: MeasuredTails, target: float) -> Iterator[str]:
         closest = tails.closest(index, target)
         if closest is None:
             continue
-        tail, end = closest[1], tails.whole_budget(index)
-        largest = max(b for b, bins in tails.by_budget.items() if index in bins and b < end)
-        between = (largest + end) // (2 * tails.page) * tails.page
-        hints = []
-        if (tail.tail_high or 0) >= target:
-            hints.append("more prompts or --samples")
-        if between > largest:
-            hints.append(f"--budgets with {between}, and a --work of its own")
+        tail = closest[1]
+        hints = ["more prompts or --samples"] if (tail.tail_high or 0) >= target else []
+        hints.append("larger --budgets, with a --work of its own")
         if tail.tail_low:
             hints.append(f"a --target of at most {math.floor(tail.tail_low * 100) / 100:.2f}")
         yield (
             f"positions {_positions(index, tails.bin_tokens)}: no budget holds {target:g};"
-            f" {_closest_words(*closest)}; try {', or '.join(hints) or 'longer prompts'}"
+            f" {_closest_words(*closest)}; try {', or '.join(hints)}"
         )
-
-
-def nothing_holds(tails: MeasuredTails, target: float) -> str:
-    """Why no schedule is written, and what to try."""
-    missed = [(each, index) for index in tails.bins if (each := tails.closest(index, target))]
-    words = "the budgets hold every measured position whole"
-    if missed:
-        closest, index = max(missed, key=lambda each: each[0][1].tail_low or 0)
-        words = f"{_closest_words(*closest)}, at positions {_positions(index, tails.bin_tokens)}"
-    return (
-        f"target {target:g}: no measured budget holds it in any bin, so no schedule is written;"
-        f" {words}: expected larger --budgets, more prompts or --samples, or a lower --target"
-    )
 
 
 def _closest_words(budget: int, tail: BinTail) -> str:
@@ -254,6 +228,14 @@ def _closest_words(budget: int, tail: BinTail) -> str:
 
 def _positions(index: int, bin_tokens: int) -> str:
     return f"{index * bin_tokens}-{(index + 1) * bin_tokens - 1}"
+
+
+def _table(rows: Any, bin_tokens: int, last: str) -> str:
+    lines = [
+        _table_line(_positions(row["bin"], bin_tokens), row["budget_tokens"], row, row[last])
+        for row in rows
+    ]
+    return "\n".join([_table_head(last), *lines])
 
 
 def _table_head(last: str) -> str:

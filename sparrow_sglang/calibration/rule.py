@@ -30,10 +30,8 @@ _LEAST_SENSITIVITY = 1e-4
 
 @dataclass(frozen=True)
 class RuleChoice:
-    """The rule that was chosen; `evidence` is what a schedule's provenance says about it.
-
-    `dense_layers` are those of the schedule, partial ones among them.
-    """
+    """The chosen rule, its evidence for a schedule's provenance, and dense layers with partial ones
+    among them."""
 
     selection: SelectionRule
     dense_layers: tuple[int, ...]
@@ -64,7 +62,6 @@ def variance_kept(variances: NDArray[np.float64], pairs: PairLists) -> list[list
 
 
 def landmark_rule(pairs: PairLists | None, page_size: int = PAGE_SIZE) -> SelectionRule:
-    """int4 landmarks in these rotary pairs, equal budgets per layer."""
     return SelectionRule(
         landmark_tokens=int4_landmark_tokens(page_size),
         landmark_bits=4,
@@ -74,7 +71,7 @@ def landmark_rule(pairs: PairLists | None, page_size: int = PAGE_SIZE) -> Select
 
 
 def rule_settings(rule: SelectionRule) -> dict[str, Any]:
-    """The fields of a rule as settings of a measurement; lists of rotary pairs become a digest."""
+    """The fields of a rule; lists of rotary pairs become a digest."""
     fields = rule.model_dump(mode="json")
     if rule.landmark_pairs is not None:
         text = json.dumps(fields["landmark_pairs"])
@@ -112,10 +109,7 @@ def sensitivity_schedule(
 
 
 def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list[float]:
-    """Per layer of the model 1 - mean acceptance rate with this layer alone sparse.
-
-    `measured` is layer -> tokens; 0 for a layer that is not in it.
-    """
+    """Per layer 1 - mean acceptance rate with it alone sparse; 0 for one that was not measured."""
     found = [0.0] * layers
     for layer, runs in measured.items():
         found[layer] = float(1 - np.mean(np.concatenate([tokens.rates for tokens in runs])))
@@ -181,9 +175,8 @@ def choose_rule(
 ) -> RuleChoice:
     """The dense layers whose tail is best at the same KV tokens in total, and weights for the rest.
 
-    `variance_kept` is only recorded as evidence, where partial layers get an empty list. `measured`
-    is dense layers -> tokens. Among sets whose tails cannot be told apart the smallest is taken:
-    the tail of a larger set must lie above the confidence interval of a smaller one.
+    `measured` is by dense layers. Among sets whose tails cannot be told apart the smallest is
+    taken: the tail of a larger set must lie above the confidence interval of a smaller one.
     """
     tails = {dense: _tail(tokens) for dense, tokens in measured.items()}
     best: tuple[int, ...] = ()
@@ -217,7 +210,6 @@ def choose_rule(
 
 
 def describe_rule(choice: RuleChoice) -> str:
-    """The choice in a few lines for printing."""
     order = np.argsort([-value for value in choice.evidence["sensitivity"]], kind="stable")
     most = ", ".join(f"{i} ({choice.evidence['sensitivity'][i]:.3f})" for i in order[:3].tolist())
     kept = [share for layer in choice.evidence["variance_kept"] for share in layer]
@@ -245,9 +237,7 @@ def with_weights(rule: SelectionRule, weights: Sequence[float]) -> SelectionRule
 
 def _tail(tokens: Sequence[Tokens]) -> BinTail:
     """The tail of all tokens together, with a confidence interval over prompts."""
-    # A generation that ended with its first token has no measured tokens.
-    longest = max(int(each.cached.max()) for each in tokens if each.cached.size)
-    statistics = TailStatistics(longest + 1)
+    statistics = TailStatistics()
     for each in tokens:
         statistics.add(each.prompt, np.zeros_like(each.cached), each.rates)
     (tail,) = statistics.bins(TAIL_PERCENTILE, CONFIDENCE)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sparrow_sglang.atomic_write import replacing
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedule import BudgetSchedule
 
 SETTINGS = "settings.json"
@@ -89,10 +90,7 @@ class WorkFolder:
     """Finished samples on disk, under the settings that they were made with."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Open or make the folder.
-
-        Raises `CalibrationError` if it holds other settings or cannot be written.
-        """
+        """Raises `CalibrationError` if the folder holds other settings or cannot be written."""
         self.path = path
         target = path / SETTINGS
         try:
@@ -111,13 +109,12 @@ class WorkFolder:
         for key in sorted(current.keys() | stored.keys()):
             if current.get(key) != stored.get(key):
                 raise CalibrationError(
-                    f"--work {path}: it was measured with {key}={_short(stored.get(key))}, this run"
-                    f" {_short(current.get(key))}: name another folder, or repeat the command that"
-                    " made this one"
+                    f"--work {path}: {key}={quoted(current.get(key), 80)}: expected"
+                    f" {quoted(stored.get(key), 80)}, as it was measured with, or another folder"
                 )
 
     def load(self) -> dict[int, Tokens]:
-        """All finished samples by number. A damaged file is left out with a warning."""
+        """All finished samples by number, without those in damaged files."""
         import pyarrow
 
         finished: dict[int, Tokens] = {}
@@ -161,8 +158,8 @@ class WorkFolder:
                 yield draft
         except OSError as error:
             raise CalibrationError(
-                f"--work {self.path}: cannot write {name} ({error.strerror or error}); earlier"
-                " measurements are kept: make room and repeat the command"
+                f"--work {self.path}: cannot write {name} ({error.strerror or error}): make room"
+                " and repeat the command, which keeps earlier measurements"
             ) from None
 
 
@@ -180,8 +177,3 @@ def _read_batch(path: Path) -> dict[int, Tokens]:
         )
         for number, prompt in prompts.items()
     }
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -52,8 +52,6 @@ def test_a_check_judges_by_the_target_that_was_asked_for(
     assert asked.targets == [0.92] and asked.settings["page_size"] == 32
     with pytest.raises(CalibrationError, match="--target"):
         check_job(replace(check, target=[0.8, 0.9]))
-    with pytest.raises(CalibrationError, match="--page-size"):
-        check_job(replace(check, page_size=64))
 
 
 @pytest.mark.parametrize("name", ["page_size", "sparrow_schedule", "random_seed"])
