@@ -14,6 +14,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, count, exit_on_sigterm
 from sparrow_sglang.hf_config import text_config
+from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder, path_problem
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
 from sparrow_sglang.plugin.refusals import BACKEND
@@ -59,23 +60,28 @@ class Comparison:
     sides: tuple[Side, Side]
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to the help of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = action.default in (None, argparse.SUPPRESS) or "(default" in (action.help or "")
+        return f"{action.help}{'' if shown else ' (default: %(default)s)'}"
+
+
 def bench_parser(verb: str, description: str, examples: str, out: str) -> OneLineParser:
     """Parser of `sparrow bench VERB` with `--out`; examples follow the options in its help."""
     parser = OneLineParser(
         prog=f"sparrow bench {verb}",
         description=description,
         epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(out), help="JSON file to write (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path(out), help="JSON file to write")
     return parser
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--engine-args`."""
     parser.add_argument(
         "--engine-args",
         default="{}",
@@ -90,8 +96,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model",
         default="qwen3-1.7b",
-        help="model whose shapes random weights get, one of"
-        f" {', '.join(known_models())} (default: %(default)s)",
+        help=f"shapes of the model with random weights: {', '.join(known_models())}",
     )
     model.add_argument(
         "--model-path",
@@ -99,19 +104,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--schedule",
-        help="KV budget schedule: shipped name, .json file or fixed-<tokens> (default: the"
-        " model's own for target 0.86)",
+        help="shipped name, .json file or fixed-<tokens> (default: the model's for target 0.86)",
     )
     parser.add_argument(
         "--dense-backend",
         default=STOCK,
-        help="attention backend of SGLang to compare with (default: the one that SGLang itself"
-        " chooses; torch_native without a GPU)",
+        help="attention backend of SGLang to compare with (default: SGLang's own choice;"
+        " torch_native without a GPU)",
     )
 
 
 def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
-    """Add `--drafts`, one number or several, and `--acceptance-rate`."""
     parser.add_argument(
         "--drafts",
         type=count,
@@ -124,8 +127,7 @@ def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
         "--acceptance-rate",
         type=float,
         default=0.96,
-        help="chance that a draft is accepted, which random weights do not give (default:"
-        " %(default)s)",
+        help="chance that a draft is accepted, which random weights do not give",
     )
 
 
@@ -135,7 +137,6 @@ def tokens_per_round(drafts: int, acceptance_rate: float) -> float:
 
 
 def known_models() -> list[str]:
-    """Names of the shapes in `MODELS`."""
     return sorted(folder.name for folder in MODELS.iterdir())
 
 
@@ -143,17 +144,16 @@ def comparison(options: argparse.Namespace) -> Comparison:
     """The model and sides that the options name. Raises `ValueError`, before torch is imported."""
     if options.model_path is None:
         if options.model not in known_models():
-            raise ValueError(
-                f"--model {options.model!r}: expected one of {', '.join(known_models())}, or"
-                " --model-path FOLDER for a model with weights"
-            )
+            raise ValueError(f"--model {options.model!r}: expected {', '.join(known_models())}")
         path = MODELS / options.model
     else:
         try:
             path = Path(model_folder(options.model_path))
         except ModelError as error:
             raise ValueError(f"--model-path {options.model_path}: {error}") from None
-    config = _read_config(path)
+        if problem := path_problem(str(path)):
+            raise ValueError(f"--model-path {path}: {problem}")
+    config = read_object(path / "config.json", "a model's config.json")
     if options.schedule is not None:
         load_schedule(options.schedule, PAGE_SIZE).for_model(config)
     schedule = options.schedule or (
@@ -161,9 +161,7 @@ def comparison(options: argparse.Namespace) -> Comparison:
     )
     dense = options.dense_backend
     if dense == BACKEND:
-        raise ValueError(
-            f"--dense-backend {dense}: expected a dense backend of SGLang, e.g. flashinfer or fa3"
-        )
+        raise ValueError(f"--dense-backend {dense}: expected a dense backend, such as fa3")
     from torch.cuda import is_available
 
     if dense == STOCK and not is_available():
@@ -209,31 +207,18 @@ def backend_of(engine: Any) -> str:
     return str(info.get("decode_attention_backend") or info.get("attention_backend") or STOCK)
 
 
-def require_context(context: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Raise `ValueError` unless a sequence fits into a context of `context` tokens."""
-    if prompt_tokens + new_tokens >= context:
-        raise ValueError(
-            f"{prompt_tokens} prompt and {new_tokens} new tokens do not fit into the model's"
-            f" context of {context}: expected less than that together"
-        )
-
-
 def require_cuda(
     parser: argparse.ArgumentParser, memory_gb: float, purpose: str, devices: int = 1
 ) -> None:
-    """End with exit code 2 unless torch finds as many CUDA devices as `--tp` asks for."""
+    """End with exit code 2 unless torch finds as many CUDA devices."""
     import torch
 
-    if not torch.cuda.is_available():
-        parser.exit(
-            2,
-            f"{parser.prog}: error: no CUDA device found; expected an NVIDIA GPU with about"
-            f" {memory_gb:.0f} GB of free memory for {purpose}. See whether nvidia-smi lists one;"
-            " `sparrow plan` predicts step times without a GPU\n",
-        )
     if (found := torch.cuda.device_count()) < devices:
         parser.exit(
-            2, f"{parser.prog}: error: {found} CUDA device found; expected {devices} for --tp\n"
+            2,
+            f"{parser.prog}: error: {found or 'no'} CUDA device found; expected {devices} with"
+            f" about {memory_gb:.0f} GB of free memory for {purpose}; `sparrow plan` predicts step"
+            " times without a GPU\n",
         )
 
 
@@ -242,9 +227,8 @@ def begin(
 ) -> dict[str, Any]:
     """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path.
 
-    The file has the output of `provenance`, the options as `settings`, and `fields`. From now on
-    SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended. Returns
-    the file's content.
+    From now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are
+    ended. Returns the file's content.
     """
     settings = {
         # JSON has no infinity.
@@ -262,13 +246,11 @@ def begin(
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    """The content of a result file."""
     content: dict[str, Any] = json.loads(out.read_text("utf-8"))
     return content
 
 
 def add_row(out: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to the result file `out`."""
     content = read_result(out)
     content["rows"].append(row)
     write_json(out, content)
@@ -300,22 +282,6 @@ def measure_sides(
             break
     rows: Sequence[Mapping[str, Any]] = read_result(options.out)["rows"]
     return rows
-
-
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    if problem := path_problem(str(folder)):
-        raise ValueError(f"--model-path {folder}: {problem}")
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except OSError:
-        config = {}
-    fields = ("vocab_size", "max_position_embeddings")
-    if not all(isinstance(text_config(config).get(field), int) for field in fields):
-        raise ValueError(
-            f"--model-path {folder}: expected the folder of a Hugging Face model, with a"
-            f" config.json that gives {' and '.join(fields)}"
-        )
-    return config
 
 
 def median_s(launch: Callable[[], object], repeats: int, warm_up: int = 3) -> float:

@@ -35,7 +35,6 @@ EXAMPLES = """\
   sparrow bench kernels --schedule qwen3-1.7b-0.86                    another schedule
   sparrow bench kernels --kv-cache-dtype fp8_e4m3 --out fp8.json      over an FP8 KV cache
 """
-DEFAULT_SCHEDULE = "qwen3-1.7b-0.86"
 # Requests, tokens of each, KV heads, query heads per KV head.
 SHAPES = [
     (1, 14336, 2, 6),
@@ -57,19 +56,9 @@ MEMORY_GB = 24
 
 def _parser() -> OneLineParser:
     parser = bench_parser("kernels", DESCRIPTION, EXAMPLES, "kernels.json")
-    parser.add_argument(
-        "--schedule",
-        metavar="SCHEDULE",
-        default=DEFAULT_SCHEDULE,
-        help="shipped name or .json file that gives selection rule and budgets, default"
-        f" {DEFAULT_SCHEDULE}",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "fp8_e4m3"),
-        default="auto",
-        help="dtype of the KV cache; auto is bf16",
-    )
+    add = parser.add_argument
+    add("--schedule", default="qwen3-1.7b-0.86", help="shipped name or .json file of a schedule")
+    add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="auto is bf16")
     return parser
 
 

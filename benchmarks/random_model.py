@@ -17,10 +17,7 @@ PAD = "<|pad|>"
 
 
 def save_random_model(shape: str, folder: Path) -> None:
-    """Write bf16 weights, drawn anew at each call, and a tokenizer of words.
-
-    There is no end-of-text token, so that every response is as long as requested.
-    """
+    """Write random bf16 weights, and a tokenizer of words without an end of text."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

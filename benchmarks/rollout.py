@@ -33,7 +33,6 @@ from sparrow_sglang.benchmarks.common import (
     engine_settings,
     measure_sides,
     read_result,
-    require_context,
     require_cuda,
 )
 from sparrow_sglang.client.endpoint import connect
@@ -141,23 +140,14 @@ def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[in
 
 
 def request_lengths(options: argparse.Namespace) -> list[int]:
-    """Response lengths in tokens, cut off at --max-tokens.
-
-    Raises `ValueError` if --mean-tokens is not usable, if --sequences is not a multiple of the
-    group size, or if a length is shorter than --turns.
-    """
+    """Response lengths in tokens, cut off at --max-tokens; raises `ValueError`."""
     if options.sequences % GROUP:
-        raise ValueError(
-            f"--sequences {options.sequences}: expected a multiple of {GROUP}, the size of a group"
-        )
+        raise ValueError(f"--sequences {options.sequences}: expected a multiple of {GROUP}")
     lengths = synthetic_lengths(
         options.sequences, options.mean_tokens, options.max_tokens, options.seed
     )
     if min(lengths) < options.turns:
-        raise ValueError(
-            f"--turns {options.turns}: expected at most {min(lengths)}, the tokens of the shortest"
-            " response"
-        )
+        raise ValueError(f"--turns {options.turns}: expected at most {min(lengths)}, one a token")
     return lengths
 
 
@@ -314,13 +304,13 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> N
         replay(engine, make_requests(warm_up, options, vocab_size, options.seed + 1))
         measured = replay(engine, requests)
     row = {"model": compared.model, "backend": served, "schedule": side.schedule} | measured
-    row |= {"drafts": side.drafts} if side.drafts else {}
+    if side.drafts:
+        row["drafts"] = side.drafts
     add_row(options.out, row)
     print(f"{compared.model} {side.name} ({side.schedule or served}): {summary(row)}", flush=True)
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    """What is printed of a row."""
     text = (
         f"first token {row['first_token_median_s']:.2f} s (median),"
         f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
@@ -352,33 +342,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("rollout", DESCRIPTION, EXAMPLES, "rollout.json")
     add_model_options(parser)
     add = parser.add_argument
-    add(
-        "--sequences",
-        type=count,
-        default=64,
-        help=f"number of sequences, a multiple of {GROUP} (default: %(default)s)",
-    )
-    add(
-        "--mean-tokens",
-        type=count,
-        default=8192,
-        help="mean of the lengths, which are log-normal (default: %(default)s)",
-    )
-    add(
-        "--max-tokens",
-        type=count,
-        default=32768,
-        help="longer lengths are cut off there (default: %(default)s)",
-    )
-    add("--prompt-tokens", type=count, default=256, help="tokens per prompt (default: %(default)s)")
-    add("--turns", type=count, default=1, help="turns of a sequence (default: %(default)s)")
-    add(
-        "--message-tokens",
-        type=count,
-        default=64,
-        help="tokens between two turns (default: %(default)s)",
-    )
-    add("--seed", type=int, default=0, help="seed of prompts and order (default: %(default)s)")
+    add("--sequences", type=count, default=64, help=f"a multiple of {GROUP}")
+    add("--mean-tokens", type=count, default=8192, help="mean of the log-normal lengths")
+    add("--max-tokens", type=count, default=32768, help="longer lengths are cut off there")
+    add("--prompt-tokens", type=count, default=256, help="tokens per prompt")
+    add("--turns", type=count, default=1, help="turns of a sequence")
+    add("--message-tokens", type=count, default=64, help="tokens between two turns")
+    add("--seed", type=int, default=0, help="seed of prompts and order")
     add_draft_options(parser, several=False)
     add_engine_arguments(parser)
     return parser
@@ -391,12 +361,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         lengths = request_lengths(options)
         compared = comparison(options)
-        require_context(
-            engine_arguments(options.engine_args).get("context_length")
-            or compared.config["max_position_embeddings"],
-            options.prompt_tokens,
-            max(lengths) + (options.turns - 1) * options.message_tokens,
-        )
+        arguments, positions = engine_arguments(options.engine_args), "max_position_embeddings"
+        context = arguments.get("context_length") or compared.config[positions]
+        messages = (options.turns - 1) * options.message_tokens
+        longest = options.prompt_tokens + max(lengths) + messages
+        if longest >= context:
+            raise ValueError(
+                f"sequences of {longest} tokens do not fit into the model's context of {context}"
+            )
     except ValueError as error:
         parser.error(str(error))
     if not compared.has_weights:

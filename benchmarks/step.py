@@ -88,48 +88,32 @@ def batch_lengths(case: str) -> list[int]:
     elif mixed:
         low, high, tokens = (int(number) for number in mixed.groups())
     else:
-        raise ValueError(
-            f"case {case!r}: expected BATCHxLENGTH or fill:LOW-HIGH:TOKENS, e.g. 16x32768 or"
-            " fill:1024-32768:900000"
-        )
+        raise ValueError(f"case {case!r}: expected BATCHxLENGTH or fill:LOW-HIGH:TOKENS")
+    # The last LONG tokens of a length are generated.
     if not LONG < low <= high <= LONGEST:
-        raise ValueError(
-            f"case {case!r}: expected lengths of {LONG + 1} to {LONGEST} tokens, the shorter first;"
-            f" the last {LONG} tokens of a length are generated"
-        )
-    if same:
-        if not batch:
-            raise ValueError(f"case {case!r}: expected 1 or more sequences")
-        return [low] * batch
-    if tokens <= high:
-        raise ValueError(
-            f"case {case!r}: expected room for more than one sequence of {high} tokens"
-        )
+        raise ValueError(f"case {case!r}: expected lengths of {LONG + 1} to {LONGEST} tokens")
+    lengths = [low] * (tokens // low) if same else []
     draw = random.Random(0)
-    lengths: list[int] = []
-    while sum(lengths) + high < tokens:
+    while mixed and sum(lengths) + high < tokens:
         lengths.append(draw.randint(low, high))
+    if not lengths:
+        raise ValueError(f"case {case!r}: expected 1 or more sequences")
     return lengths
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Fields of the config.json of one of the folders of `models/`."""
     fields: dict[str, Any] = json.loads((MODELS / model / "config.json").read_text())
     return fields
 
 
 def kv_cache_dtype(options: argparse.Namespace) -> str:
-    """The kv_cache_dtype of --engine-args; raises `ValueError` if its item size is not known."""
     dtype = engine_arguments(options.engine_args).get("kv_cache_dtype", "auto")
     if dtype not in KV_ITEMSIZES:
-        raise ValueError(
-            f"--engine-args kv_cache_dtype={dtype!r}: expected one of {', '.join(KV_ITEMSIZES)}"
-        )
+        raise ValueError(f"--engine-args kv_cache_dtype={dtype!r}: expected {[*KV_ITEMSIZES]}")
     return str(dtype)
 
 
 def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
-    """Shapes of one of the folders of `models/`, with a KV cache of `kv_dtype`."""
     shape = ModelShape.from_config(model_config(model))
     return dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[kv_dtype])
 
@@ -186,9 +170,8 @@ def require_one_batch(latencies: Sequence[float], seconds: float) -> None:
     """
     if max(latencies) - min(latencies) > seconds / 5:
         raise RuntimeError(
-            f"{len(latencies)} sequences did not decode together: they took {min(latencies):.2f}"
-            f" to {max(latencies):.2f} s; expected about the same, see whether SGLang's log says"
-            " that some were queued"
+            f"{len(latencies)} sequences did not decode together: {min(latencies):.2f} to"
+            f" {max(latencies):.2f} s, expected about the same"
         )
 
 
@@ -300,10 +283,8 @@ def measure(
                 # Some sequences would have to wait, and the timed steps would not contain them.
                 print(f"{model} {served} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
-            same_experts, quantization = routes_alike(model), given.get("quantization")
-            bytes_read = step_bytes(
-                shape, lengths, schedule, options.tp, same_experts, quantization
-            )
+            alike, quantization = routes_alike(model), given.get("quantization")
+            moved = step_bytes(shape, lengths, schedule, options.tp, alike, quantization)
             row: dict[str, Any] = {
                 "model": model,
                 "backend": served,
@@ -326,10 +307,10 @@ def measure(
                     "step_ms": row["step_ms"] / tokens,
                 }
             row |= {
-                "same_experts": same_experts,
-                "bytes": bytes_read,
+                "same_experts": alike,
+                "bytes": moved,
                 "bandwidth_tb_s": bandwidth / 1e12,
-                "floor_ms": bytes_read / bandwidth * 1e3,
+                "floor_ms": moved / bandwidth * 1e3,
                 "tokens_per_s": len(lengths) / row["step_ms"] * 1e3,
             }
             add_row(options.out, row)
@@ -397,13 +378,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--models",
         default="qwen3-1.7b",
-        help=f"comma-separated names out of {', '.join(known_models())} (default: %(default)s)",
+        help=f"comma-separated names out of {', '.join(known_models())}",
     )
     add(
         "--backends",
         default=f"{STOCK},{BACKEND}",
-        help=f"comma-separated attention backends of SGLang, e.g. fa3; {STOCK} is the one that"
-        " SGLang itself chooses (default: %(default)s)",
+        help=f"comma-separated attention backends; {STOCK} is SGLang's own choice",
     )
     add("--cases", nargs="+", default=["16x32768"], metavar="CASE", help=CASES.strip())
     add(
@@ -414,27 +394,11 @@ def _parser() -> argparse.ArgumentParser:
         help="schedules of the backend sparrow: shipped names, .json files or fixed-<tokens>;"
         " {model} stands for the model's name (default: {model}-0.86)",
     )
-    add("--tp", type=count, default=1, help="GPUs for tensor parallelism (default: %(default)s)")
-    add(
-        "--ep",
-        type=count,
-        default=1,
-        help="expert parallelism of a mixture-of-experts model: 1, or the number of --tp, so that"
-        " these GPUs hold whole experts (default: %(default)s)",
-    )
-    add(
-        "--repeats",
-        type=count,
-        default=3,
-        help="measurements per time, of which the median counts (default: %(default)s)",
-    )
+    add("--tp", type=count, default=1, help="GPUs for tensor parallelism")
+    add("--ep", type=count, default=1, help="expert parallelism: 1, or the number of --tp")
+    add("--repeats", type=count, default=3, help="measurements, of which the median counts")
     add_draft_options(parser, several=True)
-    add(
-        "--memory-fraction",
-        type=float,
-        default=0.88,
-        help="SGLang's mem_fraction_static (default: %(default)s)",
-    )
+    add("--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static")
     add_engine_arguments(parser)
     return parser
 

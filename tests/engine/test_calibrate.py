@@ -118,7 +118,7 @@ def test_a_target_that_no_budget_holds_is_no_schedule(
     words = command(model, calibrated / "p.jsonl", *BUDGETS)
     assert cli.main([*words, "--target", "0.99999", "--out", str(calibrated / "none.json")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "0.99999" in line and "came closest" in line
+    assert "0.99999" in line
     assert not (calibrated / "none.json").exists()
     # A target that is held is still written.
     both = ["--target", "0.75", "0.99999", "--out", str(calibrated / "both.json")]
