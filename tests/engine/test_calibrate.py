@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from engines import NEEDS_GEMMA3, save_tiny_model, start_engine
+from engines import save_tiny_model, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.calibration import measure, measure_rule
@@ -234,30 +234,6 @@ def test_signals_and_a_dead_engine_lose_only_the_open_batch(
     assert BudgetSchedule.from_json(tmp_path / "m.json").calibrated
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--target", "1"],
-        ["--budgets", "32"],
-        ["--budgets", "70"],
-        ["--bin-tokens", "60"],
-        ["--engine-args", "[]"],
-        ["--budgets", "304"],
-        ["--model-path", "/nowhere"],
-        ["--out", "my schedule.json"],
-    ],
-)
-def test_wrong_options_are_one_error(
-    model: str, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), "--bin-tokens", "64")
-    argv = [*words, "--out", str(tmp_path / "m.json"), *more]
-    assert cli.main(argv) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert line.startswith("sparrow calibrate: error: ")
-    assert "expected" in line or "allowed" in line
-
-
 def pairs_that_vary_most(model: str, prompts: Path, count: int) -> tuple:
     """Rotary pairs by layer and KV head, from float64 queries and keys of transformers.
 
@@ -331,21 +307,3 @@ def test_a_rule_is_measured_with_its_schedule(
     assert cli.main(words) == 0
     again = BudgetSchedule.from_json(tmp_path / "m.json")
     assert (again.selection, again.tail_target) == (rule, 0.25)
-
-
-@NEEDS_GEMMA3
-def test_a_rule_is_measured_for_the_layers_without_a_window(tmp_path: Path) -> None:
-    """Every other layer has a window; the layers without one share the budget."""
-    shape = {"vocab_size": 32, "max_position_embeddings": 320}
-    model = save_tiny_model(tmp_path / "windows", "gemma3", spread=0.12, **shape)
-    prompts = write_prompts(tmp_path / "p.jsonl", 0)
-    words = command(model, prompts, *FEWER_TOKENS)
-    words += ["--rule", "calibrated", "--target", "0.2", "--out", str(tmp_path / "m.json")]
-    assert cli.main(words) == 0
-    schedule = BudgetSchedule.from_json(tmp_path / "m.json")
-    rule, evidence = schedule.selection, schedule.provenance["selection"]
-    assert rule.layer_weights is not None
-    assert [weight > 0 for weight in rule.layer_weights] == [False, True] * 3
-    assert sum(rule.layer_weights) == pytest.approx(3, abs=1e-3)
-    assert [cost > 0 for cost in evidence["sensitivity"]] == [False, True] * 3
-    assert [len(shares) for shares in evidence["variance_kept"]] == [0, 3] * 3

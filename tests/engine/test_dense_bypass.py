@@ -9,8 +9,6 @@ import torch
 from engines import import_for_fork, random_prompt
 from servers import start_server
 
-from sparrow_sglang.plugin.registration import build_backend
-
 SECONDS = 120.0
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
 
@@ -31,11 +29,6 @@ def computes_elsewhere(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]
     monkeypatch.setattr(SparrowAttnBackend, "forward", past_it)
 
 
-def plans_elsewhere(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
-    """The backend is built, and another put into its place."""
-    monkeypatch.setitem(backends, "sparrow", lambda runner: build_backend(runner).dense)
-
-
 def builds_another(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
     monkeypatch.setitem(backends, "sparrow", backends["torch_native"])
 
@@ -44,7 +37,6 @@ def builds_another(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) ->
     ("bypass", "message"),
     [
         (computes_elsewhere, "without having the attention backend 'sparrow' compute the steps"),
-        (plans_elsewhere, "without having the attention backend 'sparrow' plan the steps"),
         (builds_another, "SGLang serves by TorchNativeAttnBackend although attention_backend="),
     ],
 )

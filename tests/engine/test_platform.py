@@ -1,13 +1,12 @@
 """Stock SGLang on the CPU platform, against transformers and peft."""
 
 import random
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from adapted_models import RANK, save_adapter
-from engines import NUM_LAYERS, VOCAB_SIZE, flush, save_tiny_model, start_engine
+from engines import NUM_LAYERS, VOCAB_SIZE, flush, start_engine
 from transformers import AutoModelForCausalLM
 
 PAGE = 16
@@ -56,15 +55,6 @@ def dense_model(sharp_llama):
 def engine(sharp_llama):
     with start_engine(sharp_llama, page_size=PAGE, chunked_prefill_size=CHUNK) as engine:
         yield engine
-
-
-def test_defaults(engine):
-    info = engine.get_server_info()
-    assert info["attention_backend"] == "torch_native"
-    assert info["device"] == "cpu"
-    assert info["lora_backend"] == "torch_native"
-    assert info["disable_overlap_schedule"] is False
-    assert info["disable_radix_cache"] is False
 
 
 def test_batch_of_chunked_and_whole_prompts(engine, dense_model):
@@ -122,24 +112,3 @@ def test_lora_load_generate_unload(sharp_llama, dense_model, tmp_path):
         unloaded = engine.unload_lora_adapter("memory")
         assert unloaded.success
         assert list(unloaded.loaded_adapters) == ["disk"]
-
-
-def test_grammar(tmp_path):
-    """Constrained decoding on the backend that is the default here."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.save_pretrained(tmp_path)
-    end = fast.eos_token_id
-    save_tiny_model(tmp_path, spread=0.15, vocab_size=end + 1, eos_token_id=end)
-    with start_engine(str(tmp_path), page_size=PAGE, skip_tokenizer_init=False) as engine:
-        output = engine.generate(
-            prompt="Answer.", sampling_params={"regex": "(yes|no){3}", "max_new_tokens": 20}
-        )
-    assert re.fullmatch("(yes|no){3}", output["text"])
-    assert output["meta_info"]["finish_reason"]["type"] == "stop"

@@ -7,10 +7,9 @@ import torch
 from adapted_models import save_adapter
 from engines import CHOSEN, LARGE_PAGES, SCHEDULE, start_engine
 from oracle import ContractModel
-from pools import chosen_pairs
 
 from sparrow_sglang.client.control import set_schedule
-from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.schedule import BudgetSchedule
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
@@ -254,21 +253,3 @@ def test_layers_become_dense_on_a_running_engine(ruled_engine, ruled_oracle, sha
     connect(ruled_engine).call_sparrow("landmarks")
     set_schedule(ruled_engine, "chosen")
     assert_follows(ruled_oracle, prompts[1], generate(ruled_engine, prompts[1:], 40)[0])
-
-
-def test_what_a_switch_would_have_to_reallocate_is_refused(ruled_engine):
-    fields = CHOSEN.model_dump(mode="json") | {"name": "new"}
-    for selection, message in [
-        (
-            {**CHOSEN.selection.model_dump(), "landmark_pairs": chosen_pairs(4, 3, 3, 16, seed=1)},
-            "selection.landmark_pairs=",
-        ),
-        (
-            {**CHOSEN.selection.model_dump(), "layer_weights": [1] * 5},
-            "layer_weights has 5 numbers: expected",
-        ),
-    ]:
-        with pytest.raises(EndpointError, match=message):
-            set_schedule(ruled_engine, BudgetSchedule(**fields | {"selection": selection}))
-    with pytest.raises(EndpointError, match="selection.landmark_tokens=None"):
-        set_schedule(ruled_engine, "fixed-64")

@@ -97,13 +97,6 @@ def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(engine, dense_
     connect(engine).call_sparrow("landmarks")
 
 
-def test_an_answer_says_what_the_sparse_layers_read(engine):
-    [answer] = generate(engine, [random_prompt(13, 150)], 3, {"report": True})
-    assert answer["meta_info"]["sparrow"]["kv_tokens_cached_last"] == 152
-    # 10 pages fall into bin 2, whose budget is 5 pages; the last page holds 8 tokens.
-    assert answer["meta_info"]["sparrow"]["kv_tokens_read_last"] == 4 * 16 + 8
-
-
 def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
     assert set(get_schedule(engine).dense_layers) == {0, 1, *WINDOWS}
     # The schedule that was read can be set again, and so can one that does not name the windows.
@@ -115,6 +108,8 @@ def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
 
 
 def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(model, tmp_path):
+    if "gemma3" in model:
+        pytest.skip("gpt_oss runs it, with the same attention and a pool of its own for windows")
     RULED.save(tmp_path / "ruled.json")
     prompts = [random_prompt(300 + length, length) for length in (3, 63, 100, 150)]
     with start_engine(

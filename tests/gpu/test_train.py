@@ -5,19 +5,16 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
-from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig, TrainConfig
+from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.selected_attention import attend_by_blocks, block_mask
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule, attend_by_rows, padding
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -116,47 +113,7 @@ def test_gradients_of_few_rows_are_finite_where_all_scores_are_low():
             assert (other - expected).norm() < 0.02 * expected.norm()
 
 
-def test_no_mask_of_positions_by_positions_is_kept_or_made(compile_anew):
-    heads, length = (16, 8, 128), 32768
-    late = ((600, length),)
-    tensors = random_heads(heads, late)
-    attend(by_blocks, tensors, late, torch.bfloat16)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    attend(by_blocks, tensors, late, torch.bfloat16)
-    peak = torch.cuda.max_memory_allocated() - before
-    print(f"{length} positions, {heads} heads: {peak / 2**30:.2f} GiB at the peak")
-    # Inputs, output and their gradients take 0.8 GiB; a byte per position, token and head takes 16.
-    assert peak < 3 * 2**30
-
-
 # -- dtypes
-
-
-def test_a_policy_in_fp32_exports_bf16_and_resumes_exactly(model, tmp_path):
-    """With dtype "auto", SGLang then serves the dtype in which the policy computes."""
-    first, second = (
-        DensePolicy.load(ModelConfig(path=model), OptimizerConfig(lr=1e-4), "cuda")
-        for _ in range(2)
-    )
-    sequences = [(list(range(100, 120)), list(range(200, 260)))]
-    first.loss_step(sequences, lambda logprobs, _: -logprobs.sum())
-    config = TrainConfig(run_dir=tmp_path, task={"name": "story"})
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    folder = checkpoints.save(
-        Learner(config, first), AutoTokenizer.from_pretrained(model), config, State(1)
-    )
-    exported = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert exported.dtype == first.compute_dtype == torch.bfloat16
-    exact = dict(first.named_weights())
-    for name, weight in exported.named_parameters():
-        assert torch.equal(weight, exact[name].bfloat16().cpu()), name
-    checkpoints.restore(folder, Learner(config, second))
-    for (name, weight), (_, other) in zip(
-        first.named_weights(), second.named_weights(), strict=True
-    ):
-        assert torch.equal(weight, other), name
 
 
 # -- the server
@@ -260,23 +217,3 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
         # Differences of logits are divided by the temperature.
         assert mean < 2 * noise and high < 3 * noise_high
         assert distance("scored at 1", tempered, expected_adapter, SCHEDULE)[0] > 1.5 * mean
-
-
-def test_offloaded_state_leaves_the_gpu_and_takes_the_same_steps(model, prompts):
-    sequences = [(prompt.input_ids[:200], prompt.input_ids[200:400]) for prompt in prompts[-3:]]
-    weights, memory = {}, {}
-    for offload in (False, True):
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        optimizer = OptimizerConfig(lr=1e-4, offload=offload)
-        trained = DensePolicy.load(ModelConfig(path=model, dtype="bfloat16"), optimizer, "cuda")
-        for _ in range(2):
-            trained.loss_step(sequences, lambda logprobs, _: -logprobs.mean())
-        memory[offload] = torch.cuda.memory_allocated() - before
-        weights[offload] = {name: master.cpu() for name, _, master in trained.named_parameters()}
-        del trained
-    # 2 bytes a weight instead of 14.
-    assert memory[True] < 0.25 * memory[False]
-    for name, weight in weights[False].items():
-        # Where a gradient is almost 0, rounding decides the sign of the step.
-        assert (weight - weights[True][name]).abs().mean() < 1e-5, name

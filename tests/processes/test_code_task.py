@@ -1,6 +1,5 @@
 """Rewards of the code task, by programs that are run."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 from sandbox_server import sandbox_server
 from task_files import jsonl, load
 
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.sandbox.run import BUBBLEWRAP, SandboxResult, sandbox_problem
 from sparrow_sglang.rl.tasks import code
 from sparrow_sglang.rl.types import Prompt
@@ -140,25 +138,3 @@ def test_a_fraction_of_the_tests_may_count_and_time_is_limited_for_all(
     assert code.reward(short, slow.replace("2 *", "3 *"))["score"] == 0.0
     late = prompt_of(tmp_path, DOUBLE, wall_clock_s=0.5, sandbox=server)
     assert code.reward(late, slow)["score"] == 0.0
-
-
-def test_programs_can_be_judged_by_a_server(tmp_path: Path) -> None:
-    with sandbox_server() as (url, requests):
-        prompt = prompt_of(tmp_path, DOUBLE, sandbox=url)
-        assert code.reward(prompt, RIGHT)["score"] == 1.0
-        assert requests[-1]["stdin"] == "-7\n" and requests[-1]["language"] == "python"
-        assert code.reward(prompt, "```python\nprint(4)\n```")["score"] == 0.0
-    with pytest.raises(InputError, match=f"task.options.sandbox='{url}': .*refused"):
-        load("code", tmp_path / "a.jsonl", options={"sandbox": url})
-
-
-def test_a_run_without_a_sandbox_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    # Before the task's files are read.
-    with pytest.raises(InputError, match="task.options.sandbox='bubblewrap'") as caught:
-        load("code", tmp_path / "not-there.jsonl")
-    assert "\n" not in str(caught.value) and "SandboxFusion" in str(caught.value)
-    with pytest.raises(InputError, match="sandbox='none' is .*'bubblewrap' or the URL"):
-        load("code", tmp_path / "a.jsonl", options={"sandbox": "none"})

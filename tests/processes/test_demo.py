@@ -11,19 +11,6 @@ import pytest
 from demo_module import DEMO, demo
 from engines import import_for_fork
 
-from sparrow_sglang.models import embedded_model
-from sparrow_sglang.schedule_names import load_schedule
-
-
-def test_the_prompt_is_long_enough_to_be_sparse_and_fits_the_model() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model())
-    tokens = len(tokenizer(demo.long_prompt()).input_ids)
-    schedule = load_schedule("smollm2-135m-0.86", 16)
-    assert 4000 < tokens < 8192 - 500
-    assert schedule.kv_budget_tokens(tokens) * 3 < tokens
-
 
 def engine_processes(pid: int, count: int) -> list[psutil.Process]:
     """The processes of the demo's engine, once there are `count`."""

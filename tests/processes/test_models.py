@@ -67,31 +67,6 @@ def test_a_killed_conversion_leaves_no_model_and_a_real_one_cleans_up(own_cache:
 # -- what is in it; uses the checkpoint in the user's cache
 
 
-def test_config_and_tokenizer_are_the_models_own() -> None:
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-    folder = models.embedded_model()
-    config = AutoConfig.from_pretrained(folder)
-    assert config.architectures == ["LlamaForCausalLM"]
-    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (576, 30, 49152)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (9, 3)
-    assert config.rope_parameters["rope_theta"] == 100_000
-    assert config.max_position_embeddings == 8192
-    assert config.tie_word_embeddings
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.eos_token == "<|im_end|>" == tokenizer.decode([2])
-    assert config.eos_token_id == 2 == GenerationConfig.from_pretrained(folder).eos_token_id
-    assert tokenizer.model_max_length == 8192
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert chat == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_the_tokenizer_splits_digits_and_gives_back_every_text() -> None:
     from transformers import AutoTokenizer
 

@@ -56,18 +56,3 @@ def test_processes_that_a_command_has_started_ignore_ctrl_c(
     process.start()
     process.join(60)
     assert process.exitcode == (0 if asked else 1)
-
-
-def test_processes_that_a_command_starts_are_told() -> None:
-    code = (
-        "import os; os.environ['PYTHONWARNINGS'] = 'error::BytesWarning'\n"
-        "from sparrow_sglang import noise; noise.leave_out(); noise.leave_out()\n"
-        "print(os.environ['PYTHONWARNINGS'])"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
-    )
-    given, *ours = done.stdout.strip().split(",")
-    assert given == "error::BytesWarning"
-    assert "ignore:resource_tracker:UserWarning" in ours and len(ours) == len(set(ours))

@@ -19,8 +19,6 @@ from oracle import ContractModel
 
 from sparrow_sglang.benchmarks.random_model import save_chat_tokenizer
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
-from sparrow_sglang.rl.config import AlgorithmConfig
-from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.schedule import BudgetSchedule
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
@@ -81,24 +79,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Any:
-    """The config that verl's trainer gets by the README's command, which would then train."""
-    from omegaconf import OmegaConf
-
-    command = "-m verl.trainer.main_ppo --config-dir . --config-name sparse_grpo"
-    assert f"python3 {command}" in README.read_text(encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--cfg", "job"],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return OmegaConf.create(done.stdout)
-
-
 def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in config.items():
         path = f"{prefix}{key}"
@@ -125,55 +105,6 @@ class TestConfig:
         set_here = [path for path in leaves(ours) if not path.startswith(skipped)]
         assert len(set_here) >= 5
         assert set(set_here) <= known
-
-    @pytest.mark.parametrize(
-        ("ours", "threshold"),
-        [({"correction": "tis"}, 2.0), ({"correction": "mask"}, "0.5_5.0")],
-    )
-    def test_metrics_of_verls_names_have_verls_numbers(
-        self, ours: dict[str, str], threshold: Any
-    ) -> None:
-        from verl.trainer.ppo.rollout_corr_helper import (
-            compute_offpolicy_metrics,
-            compute_rollout_correction_weights,
-        )
-
-        draw = torch.Generator().manual_seed(0)
-        lengths = [40, 7, 64, 1]
-        rollout = -torch.rand(4, 64, generator=draw, dtype=torch.float64) * 3
-        dense = (rollout + 0.8 * torch.randn(4, 64, generator=draw).double()).clamp(max=-1e-3)
-        mask = (torch.arange(64) < torch.tensor(lengths)[:, None]).long()
-        theirs = compute_offpolicy_metrics(dense, rollout, mask)
-        ratio = (dense - rollout) * mask
-        weights, more = compute_rollout_correction_weights(ratio, mask, "token", threshold)
-        theirs |= {name: value for name, value in more.items() if "_seq_" not in name}
-        kept = mask.bool()
-        found = correct(dense[kept], rollout[kept], lengths, AlgorithmConfig(**ours))
-        named = {
-            name.removeprefix("rollout_corr/"): value
-            for name, value in found.metrics.items()
-            if name.startswith("rollout_corr/")
-        }
-        assert named == pytest.approx(theirs, rel=1e-5)
-        torch.testing.assert_close(found.weights, weights[kept].float())
-
-    def test_verl_accepts_the_recipe(self, recipe: Any) -> None:
-        from verl.trainer.config.algorithm import RolloutCorrectionConfig
-        from verl.utils.config import omega_conf_to_dataclass, validate_config
-
-        validate_config(recipe, use_reference_policy=False, use_critic=False)
-        rollout = omega_conf_to_dataclass(recipe.actor_rollout_ref.rollout)
-        assert rollout.name == "sglang"
-        assert rollout.calculate_log_probs is True
-        assert rollout.engine_kwargs["sglang"] == {
-            "attention_backend": "sparrow",
-            "sparrow_schedule": "qwen3-1.7b-0.86",
-            "log_level": "info",
-        }
-        correction = omega_conf_to_dataclass(
-            recipe.algorithm.rollout_correction, RolloutCorrectionConfig
-        )
-        assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", 2.0)
 
 
 @pytest.fixture(scope="module")

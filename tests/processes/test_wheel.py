@@ -5,10 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,12 +103,6 @@ def test_the_wheel_holds_everything_and_nothing_else(dist: Path) -> None:
     assert len([name for name in names if name.startswith("sparrow_sglang/schedules/q")]) == 20
 
 
-def test_the_sdist_holds_everything(dist: Path) -> None:
-    with tarfile.open(only(dist, "*.tar.gz")) as sdist:
-        names = {"/".join(PurePosixPath(name).parts[1:]) for name in sdist.getnames()}
-    assert shipped() | {"pyproject.toml", "README.md", "LICENSE"} <= names
-
-
 def test_what_the_wheel_installs_runs(dist: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     options = ("--offline", "--no-deps", "--python", sys.executable, "--target", target)
@@ -121,15 +114,6 @@ def test_what_the_wheel_installs_runs(dist: Path, tmp_path: Path) -> None:
     assert (budget, page) == ("512", "True")
     said = run(sys.executable, target / "bin" / "sparrow", "--version", **here)
     assert said.strip() == PROJECT["version"]
-
-
-def test_an_editable_install_is_a_path_that_editors_can_follow(
-    source: Path, tmp_path: Path
-) -> None:
-    options = (*LOCAL_BUILD, "--no-deps", "--target", tmp_path)
-    run(uv(), "pip", "install", *options, "--editable", source)
-    folder = Path(only(tmp_path, "*.pth").read_text().strip())
-    assert all((folder / path).is_file() for path in shipped())
 
 
 def test_a_clone_without_symbolic_links_is_refused_in_one_line(tmp_path: Path) -> None:

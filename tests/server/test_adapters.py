@@ -107,10 +107,3 @@ def test_what_does_not_fit_is_refused_and_the_former_stays(engine, saved):
     with pytest.raises(EndpointError, match="name='a:b'"):
         push_adapter(engine, "a:b", folder)
     assert_law(generate(engine, "mine"), merged)
-
-
-def test_wrong_arguments(engine, saved, tmp_path):
-    folder, _ = saved["some"]
-    for arguments in (({},), (folder, {}), ({}, {"r": object()}), (tmp_path,)):
-        with pytest.raises(ValueError):
-            push_adapter(engine, "mine", *arguments)

@@ -80,11 +80,6 @@ class Server:
             next(answers)
             yield name, answers
 
-    def running_requests(self) -> int:
-        loads = httpx.get(f"{self.url}/v1/loads", timeout=SECONDS).json()["loads"]
-        count: int = loads[0]["num_running_reqs"]
-        return count
-
     def wait_until_done(self) -> set[str]:
         """Wait until the audit, which keeps the order of requests, is done with all so far.
 
@@ -130,17 +125,6 @@ def test_pause_update_continue_answers_while_audits_are_queued(server: Server) -
     assert server.wait_for(new) & old <= scored
 
 
-def test_a_request_outlives_the_pause_and_is_not_audited(server: Server) -> None:
-    server.generate(400, count=3)
-    with server.running(60, new_tokens=400) as (name, answers):
-        server.post("pause_generation", mode="retract")
-        server.update_weights(flush_cache=False)
-        server.post("continue_generation")
-        *_, last = answers
-    assert last["meta_info"]["completion_tokens"] == 400
-    assert name not in server.wait_until_done()
-
-
 def test_a_flush_succeeds_while_requests_are_scored(server: Server) -> None:
     names, _ = server.generate(400, count=4)
     deadline = time.monotonic() + SECONDS
@@ -170,33 +154,6 @@ def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
     # The weights are unchanged, so responses from before the release are scored after all, but for
     # scores that the flush or the release has aborted.
     assert len(names - server.wait_until_done()) <= 2
-
-
-def test_a_request_without_a_length_is_audited_and_counts_as_running(server: Server) -> None:
-    to_the_end = PLAIN | {"max_new_tokens": None}
-    names, _ = server.generate(CONTEXT - 50, sampling_params=to_the_end)
-    server.wait_for(names)
-
-    with server.running(60, new_tokens=None) as (name, answers):
-        names, _ = server.generate(100)
-        # A score would take the 160 tokens again; the share that it may take is far below them.
-        time.sleep(0.5)
-        audited = server.audited()
-        assert server.running_requests() == 1
-        assert not names & audited
-        *_, last = answers
-    assert last["meta_info"]["completion_tokens"] > CONTEXT - 100
-    server.wait_for(names | {name})
-
-
-def test_a_start_of_logprobs_that_nobody_asked_for_stays_without_effect(server: Server) -> None:
-    server.generate(300)
-    asked: list[dict[str, Any]] = [{}, {"logprob_start_len": 0}, {"token_ids_logprob": [5]}]
-    found = [server.generate(300, **more) for more in asked]
-    cached = [answers[0]["meta_info"]["cached_tokens"] for _, answers in found]
-    assert cached == [cached[0]] * 3
-    assert cached[0] >= 256
-    server.wait_for(set().union(*(names for names, _ in found)))
 
 
 def test_a_server_that_stops_does_not_wait_for_the_audit(server: Server) -> None:

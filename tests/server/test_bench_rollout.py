@@ -10,7 +10,7 @@ import pytest
 from engines import start_engine
 from small_benchmarks import ROLLOUT
 
-from sparrow_sglang.benchmarks import common, rollout
+from sparrow_sglang.benchmarks import common
 from sparrow_sglang.benchmarks.common import Side
 from sparrow_sglang.benchmarks.rollout import Request, make_requests, replay
 from sparrow_sglang.commands import cli
@@ -106,20 +106,3 @@ def test_both_sides_serve_the_same_requests_and_come_into_one_file(
         ),
     }
     assert {"device", "packages", "commit", "command"} <= set(result)
-
-
-def test_a_further_turn_prefills_the_sparse_turn_again_and_a_dense_one_the_message_only(
-    tiny_qwen3: str, tmp_path: Path, in_this_process: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout, "request_lengths", lambda options: [80] * 8)
-    out = tmp_path / "turns.json"
-    words = f"--model-path {tiny_qwen3} --schedule fixed-64 --sequences 8 --prompt-tokens 128"
-    words += f" --turns 2 --message-tokens 10 --mean-tokens 80 --out {out}"
-    assert cli.main(["bench", "rollout", *words.split()]) == 0
-    sparse, dense = json.loads(out.read_text())["rows"]
-    # The last token of a turn has no KV yet, and whole pages are kept.
-    for row, kept in ((sparse, 128), (dense, (128 + 40 - 1) // 16 * 16)):
-        assert (row["turns"], row["output_tokens"]) == (2, 8 * 80)
-        assert row["turn_cached_tokens_mean"] == kept
-        assert row["turn_prefilled_tokens_mean"] == 128 + 40 + 10 - kept
-        assert row["turn_first_token_median_s"] > 0

@@ -2,17 +2,15 @@
 
 import asyncio
 
-import httpx
 import pytest
 import torch
 from engines import last_of, random_prompt, start_engine, start_request
 from oracle import ContractModel
-from servers import start_server
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import BudgetSchedule
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 PROMPT = random_prompt(0, 150)
@@ -135,22 +133,6 @@ def test_an_engine_without_lora_says_so(engine):
         push_adapter(engine, "mine", {"x": torch.zeros(1)}, {"r": 1})
 
 
-def test_refused_and_nothing_changes(engine, assert_decoded_by, tmp_path):
-    other_layers = BudgetSchedule(**(MINE.model_dump() | {"dense_layers": (0,)}))
-    for wrong, reason in [
-        ("no-such", "'no-such' is not known to this server: .*fixed-64"),
-        (other_layers, "mine: dense_layers=.*fixed-64"),
-        (BudgetSchedule.fixed(512, 32), "page_size=32"),
-        ("fixed-40", "budget_tokens"),
-    ]:
-        with pytest.raises(EndpointError, match=reason):
-            set_schedule(engine, wrong)
-    with pytest.raises(ScheduleError, match="cannot be read"):
-        set_schedule(engine, str(tmp_path / "absent.json"))
-    assert get_schedule(engine) == BudgetSchedule.fixed(64)
-    assert_decoded_by(answer(engine), "fixed-64")
-
-
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
 def test_while_paused(engine, assert_decoded_by, mode):
     """A switch is refused while requests are paused, and works when the pause has aborted them."""
@@ -180,34 +162,3 @@ def test_while_paused(engine, assert_decoded_by, mode):
     expected = ("length", "fixed-64") if mode == "in_place" else ("abort", "fixed-128")
     assert (reason, get_schedule(engine).name) == expected
     assert_decoded_by(answer(engine), expected[1])
-
-
-def test_over_http(sharp_llama, assert_decoded_by):
-    arguments = {"sparrow_schedule": "fixed-64", "admin_api_key": "key"}
-    with (
-        start_server(sharp_llama, attention_backend="sparrow", **arguments) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
-    ):
-
-        def post(route: str, body: object, key: str = "key") -> httpx.Response:
-            return client.post(route, json=body, headers={"Authorization": f"Bearer {key}"})
-
-        def generated() -> dict:
-            body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
-            return post("/generate", body).json()
-
-        # The route needs the key, as SGLang's own control routes do.
-        assert client.get("/sparrow/schedule").status_code == 401
-        assert post("/sparrow/schedule", {"schedule": "fixed-128"}, "wrong").status_code == 401
-        assert_decoded_by(generated(), "fixed-64")
-        switched = post("/sparrow/schedule", {"schedule": MINE.model_dump(mode="json")})
-        assert switched.status_code == 200
-        assert switched.json()["previous"]["name"] == "fixed-64"
-        assert switched.json()["warning"] is None
-        read = client.get("/sparrow/schedule?full=true", headers={"Authorization": "Bearer key"})
-        assert BudgetSchedule(**read.json()["schedule"]) == MINE
-        for body in ({"schedule": {"name": "x"}}, {"schedule": None}, [1], {"budget": 3}):
-            refused = post("/sparrow/schedule", body)
-            assert refused.status_code == 400, body
-            assert "expected" in refused.json()["error"]["message"]
-        assert_decoded_by(generated(), "mine")

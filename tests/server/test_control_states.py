@@ -136,13 +136,6 @@ def test_measurements_of_a_former_schedule_are_not_shown(client: httpx.Client) -
     assert client.post("/sparrow/schedule", json={"schedule": "fixed-64"}).status_code == 200
 
 
-def test_a_check_of_landmarks_gives_up(client: httpx.Client) -> None:
-    with in_flight(client):
-        assert "0.5 s" in refused(client, "/sparrow/landmarks", {"timeout_s": 0.5})
-        assert generated(client) == 2
-    assert client.post("/sparrow/landmarks", json={}).json()["pages"] > 0
-
-
 def test_an_adapter_is_not_pushed_while_requests_are_retracted(
     client: httpx.Client, adapter: str
 ) -> None:

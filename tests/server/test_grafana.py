@@ -9,9 +9,6 @@ from typing import Any
 
 import httpx
 from engines import random_prompt
-from servers import start_server
-
-from sparrow_sglang.client.endpoint import connect
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "openai_server" / "grafana.json"
 # Labels that Prometheus adds when it scrapes.
@@ -31,12 +28,12 @@ def queries() -> list[str]:
     return panels + [each["definition"] for each in variables if "definition" in each]
 
 
-def exported(url: str) -> dict[str, dict[str, set[str]]]:
+def exported(client: httpx.Client) -> dict[str, dict[str, set[str]]]:
     """Metric -> label -> values, as a scrape sees them."""
     # prometheus_client could parse this, but a server forked from a process that has imported it
     # does not export what its own processes count.
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for line in httpx.get(f"{url}/metrics/", follow_redirects=True).text.splitlines():
+    for line in client.get("/metrics/", follow_redirects=True).text.splitlines():
         if line and not line.startswith("#"):
             name, labels = re.match(r"([\w:]+)(?:\{(.*)\})? \S+$", line).groups()
             for label, value in re.findall(r'(\w+)="([^"]*)"', labels or ""):
@@ -45,23 +42,15 @@ def exported(url: str) -> dict[str, dict[str, set[str]]]:
     return found
 
 
-def test_every_metric_and_label_is_exported(sharp_llama: str) -> None:
-    arguments = {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": "fixed-64",
-        "sparrow_audit_rate": 1.0,
-        "enable_metrics": True,
-    }
+def test_every_metric_and_label_is_exported(client: httpx.Client) -> None:
     sampling = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
-    with start_server(sharp_llama, **arguments) as url:
-        connect(url).generate(
-            [{"input_ids": random_prompt(1, 100), "sampling_params": sampling, "stream": False}]
-        )
-        deadline = time.monotonic() + 60
-        # The tail is published once the request has been scored again.
-        while "sparrow:acceptance_tail" not in (found := exported(url)):
-            assert time.monotonic() < deadline
-            time.sleep(0.3)
+    body = {"input_ids": random_prompt(1, 100), "sampling_params": sampling}
+    client.post("/generate", json=body)
+    deadline = time.monotonic() + 60
+    # The tail is published once the request has been scored again.
+    while "sparrow:acceptance_tail" not in (found := exported(client)):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
     selectors = [
         (f"{prefix}:{name}", labels)
         for query in queries()

@@ -181,17 +181,6 @@ def test_several_choices(served):
     assert chunks[-1].metadata == answer.metadata
 
 
-def test_adapters_are_models(served):
-    for model in (f"{NAME}:one", f"{NAME}:two"):
-        answer = complete(served, model=model, logprobs=1)
-        ids = token_ids(answer.choices[0].text)
-        distribution = served.distribution(model, A, ids)
-        assert_greedy(distribution, ids, answer.choices[0].logprobs.token_logprobs)
-        assert (distribution - served.distribution(NAME, A, ids)).abs().max() > 100 * FP32
-    with pytest.raises(openai.BadRequestError, match="never been loaded: three"):
-        complete(served, model=f"{NAME}:three")
-
-
 def test_a_mixed_batch_gives_each_request_what_it_asks_for(served):
     """Dense decode, two budgets and two adapters."""
     cases = [
@@ -231,16 +220,6 @@ def test_a_mixed_batch_gives_each_request_what_it_asks_for(served):
         for other in range(one):
             pairs = zip(curves[one], curves[other], strict=True)
             assert max(abs(a - b) for a, b in pairs) > 10 * FP32, (cases[one], cases[other])
-
-
-def test_only_with_the_key(served):
-    with pytest.raises(openai.AuthenticationError):
-        served.client("wrong").completions.create(model=NAME, prompt=PROMPT)
-    response = complete(served).choices[0].text
-    [scores] = score_dense(served.url, [(PROMPT, token_ids(response))], api_key=KEY)
-    distribution = served.distribution(NAME, None, token_ids(response))
-    chosen = distribution[range(TOKENS), token_ids(response)]
-    torch.testing.assert_close(torch.from_numpy(scores.logprobs), chosen, atol=FP32, rtol=0)
 
 
 def test_the_calls_of_this_package_take_the_key(served):

@@ -1,7 +1,5 @@
 """Dense re-scoring on the server that generated sparsely, against transformers."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,6 @@ from sparrow_sglang.mismatch.scores import (
     recorded_scores,
     scoring_request,
 )
-from sparrow_sglang.request_options import RequestOption
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 # Small enough that most sequences below take several prefill chunks.
@@ -140,30 +137,6 @@ def test_acceptance_of_a_batch(engine, log_probs):
             measure_acceptance(engine, sequences, wrong)
 
 
-def test_where_sparse_kv_is_in_the_prefix_tree_only_a_naive_score_is_wrong(
-    sharp_llama, arguments, log_probs
-):
-    """Without the hook that keeps such KV out, a naive re-score gets it from the prefix tree."""
-    ids = random_prompt(6, 90)
-    with (
-        mock.patch.object(RequestOption, "first_sparse_length", lambda *_: None),
-        start_engine(sharp_llama, **arguments) as leaky,
-    ):
-        response = sample(leaky, [ids], 200)[0]["output_ids"]
-        naive = leaky.generate(
-            input_ids=ids + response,
-            sampling_params={"max_new_tokens": 0},
-            return_logprob=True,
-            logprob_start_len=len(ids) - 1,
-        )
-        scored = score_dense(leaky, [(ids, response)])[0]
-    expected = log_probs(ids, response)
-    chosen = expected[range(len(response)), response].numpy()
-    entries = naive["meta_info"]["input_token_logprobs"][1:]
-    assert np.abs(np.array([value for value, *_ in entries]) - chosen).max() > 10 * FP32
-    assert_dense(scored, expected, response)
-
-
 def test_a_server_that_is_not_there():
     with pytest.raises(EndpointError):
         score_dense(f"http://127.0.0.1:{free_port()}", [([3], [4])])
@@ -179,16 +152,3 @@ def test_scores_of_other_tokens_are_refused(engine, log_probs):
     for wrong in ([9, 7, 255], [0, 7, 254], [0, 8, 255], [0, 7], [0, 7, 255, 3]):
         with pytest.raises(ValueError):
             dense_scores(answer, wrong)
-
-
-def test_wrong_input(engine):
-    with pytest.raises(ValueError, match=r"sequences\[1\]"):
-        score_dense(engine, [([3], [4]), ([3], [])])
-    with pytest.raises(ValueError, match="top_k=0"):
-        score_dense(engine, [([3], [4])], top_k=0)
-    with pytest.raises(EndpointError, match="5001"):
-        score_dense(engine, [(random_prompt(1, 5000), [4])])
-    with pytest.raises(ValueError):
-        score_dense("localhost:30000", [([3], [4])])
-    with pytest.raises(ValueError):
-        recorded_scores(sample(engine, [[5, 6]], 2, return_logprob=False)[0])

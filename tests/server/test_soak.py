@@ -1,6 +1,6 @@
 """200 clients with good, bad, abandoned and aborted requests, and what is left when they are gone.
 
-Runs for SPARROW_SOAK_S seconds; `make soak` runs it for ten minutes.
+`make soak` runs it for SPARROW_SOAK_S seconds, ten minutes by default.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,36 +26,23 @@ WARM_S = 1.0
 GROWTH = 0.05
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 OPTIONS = (None, {"dense": True}, {"kv_budget_tokens": 48})
-# No token id, and more log-probs than there are tokens.
-TOO_LARGE = 100_000
 # The longest time that a client waits before it leaves or aborts.
 PATIENCE_S = 1.0
-BAD_VALUES: dict[str, list[Any]] = {
-    "custom_params": [
-        {"sparrow": {"schedule": "no-such"}},
-        {"sparrow": {"dense": 1}},
-        {"sparrow": {"kv_budget_tokens": 17}},
-        {"sparrow": {"report": "yes"}},
-        {"sparrow": []},
-        "sparrow",
-    ],
-    "temperature": [-1, "hot"],
-    "top_p": [0, 2],
-    "top_k": [-7, 1.5],
-    "n": [0, "x"],
-    "frequency_penalty": [9],
-    "stop": [[1], 5],
-    "stop_regex": ["("],
-    "regex": ["("],
-}
-
+WRONG: list[dict[str, Any]] = [
+    {"custom_params": {"sparrow": {"dense": 1}}},
+    {"custom_params": {"sparrow": {"kv_budget_tokens": 17}}},
+    {"custom_params": {"sparrow": []}},
+    {"temperature": -1},
+    {"top_p": 2},
+    {"n": 0},
+    {"stop_regex": ["("]},
+]
 LIMITS = {
     "/generate": "max_new_tokens",
     "/v1/completions": "max_tokens",
     "/v1/chat/completions": "max_tokens",
 }
 """Routes, and each route's name for the limit of a response's length."""
-
 CLIENT_CLOSED = 499
 """Status of SGLang's answer to a request that is aborted while it waits, also after retraction."""
 
@@ -70,28 +56,17 @@ class Load:
     done: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
-    async def run(self, clients: int, seconds: float) -> None:
-        """Send requests from `clients` clients at a time for `seconds`."""
+    async def run(self, seconds: float) -> None:
         # A connection for each request: the server closes idle connections, sometimes just as a
         # request arrives on one.
-        limits = httpx.Limits(max_connections=clients + 50, max_keepalive_connections=0)
+        limits = httpx.Limits(max_connections=CLIENTS + 50, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self.url, timeout=300.0, limits=limits) as http:
             deadline = time.monotonic() + seconds
-            await asyncio.gather(
-                *(
-                    self._client(http, random.Random(f"{self.seed} {number}"), deadline)
-                    for number in range(clients)
-                )
-            )
+            draws = (random.Random(f"{self.seed} {number}") for number in range(CLIENTS))
+            await asyncio.gather(*(self._client(http, draw, deadline) for draw in draws))
 
     async def _client(self, http: httpx.AsyncClient, draw: random.Random, deadline: float) -> None:
-        kinds: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]] = [
-            self._answered,
-            self._answered,
-            self._aborted,
-            self._left,
-            self._refused,
-        ]
+        kinds = [self._answered, self._answered, self._aborted, self._left, self._refused]
         while time.monotonic() < deadline:
             kind = draw.choice(kinds)
             try:
@@ -101,30 +76,24 @@ class Load:
             self.done[kind.__name__.lstrip("_")] += 1
 
     async def _answered(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """Send a right request, wait for its answer and check it."""
-        route, body = self._request(draw)
+        route, body = _request(draw)
         answer = await http.post(route, json=body)
         if answer.status_code != 200:
             self.problems.append(f"{route} {answer.status_code}: {answer.text[:300]}")
-            return
-        if body.get("stream"):
+        elif body["stream"]:
             if not answer.text.rstrip().endswith("data: [DONE]") or '"error"' in answer.text:
                 self.problems.append(f"{route}: a stream ended with {answer.text[-300:]}")
-            return
-        found = answer.json()
-        if route == "/generate":
-            listed = found if isinstance(found, list) else [found]
-            counts = sum(one["meta_info"]["completion_tokens"] for one in listed)
         else:
-            counts = found["usage"]["completion_tokens"]
-        if counts != (expected := _expected_tokens(route, body)):
-            self.problems.append(f"{route}: {counts} tokens instead of {expected}")
+            found = answer.json()
+            about = found["meta_info"] if route == "/generate" else found["usage"]
+            expected = body.get("sampling_params", body)[LIMITS[route]]
+            if about["completion_tokens"] != expected:
+                self.problems.append(f"{route}: {about} instead of {expected} tokens")
 
     async def _aborted(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """Send a request and abort it after a random time."""
         rid = f"{draw.getrandbits(64):x}"
-        body = self._request(draw, "/generate")[1] | {"rid": rid, "stream": False}
-        body["sampling_params"] |= {"max_new_tokens": 2000, "n": 1}
+        body = _request(draw, "/generate")[1] | {"rid": rid, "stream": False}
+        body["sampling_params"] |= {"max_new_tokens": 2000}
         waiting = asyncio.ensure_future(http.post("/generate", json=body))
         while not waiting.done():
             await asyncio.sleep(PATIENCE_S * draw.random())
@@ -137,9 +106,8 @@ class Load:
             self.problems.append(f"abort: {answer.status_code} {answer.text[:300]}")
 
     async def _left(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """Send a request and disconnect, either while waiting or after a few events."""
-        route, body = self._request(draw)
-        body["stream"] = draw.random() < 0.7
+        """Disconnect, either while waiting or after a few events."""
+        route, body = _request(draw)
         patience = 0.05 + PATIENCE_S * draw.random()
         try:
             async with http.stream("POST", route, json=body, timeout=patience) as answer:
@@ -152,73 +120,33 @@ class Load:
             pass
 
     async def _refused(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """Send a request that is wrong in one place; the server must answer with a 4xx status."""
-        route, body, wrong = self._bad(draw)
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = await http.post(
-            route, content=content, headers={"content-type": "application/json"}
-        )
-        if not 400 <= answer.status_code < 500 or len(answer.text) < 20:
+        route, body = _request(draw)
+        if wrong := draw.choice([None, *WRONG]):
+            body.get("sampling_params", body).update(wrong)
+        content = json.dumps(body).encode()[: None if wrong else -3]
+        kind = {"content-type": "application/json"}
+        answer = await http.post(route, content=content, headers=kind)
+        if not 400 <= answer.status_code < 500:
             self.problems.append(f"{route} {wrong}: {answer.status_code} {answer.text[:300]}")
 
-    def _bad(self, draw: random.Random) -> tuple[str, Any, str]:
-        route, body = self._request(draw)
-        parameters = body.get("sampling_params", body)
-        name = draw.choice([*BAD_VALUES, "json", "empty", "long", "vocabulary", "adapter", "top"])
-        if name in BAD_VALUES:
-            parameters[name] = draw.choice(BAD_VALUES[name])
-            return route, body, f"{name}={parameters[name]!r}"
-        if name == "json":
-            return route, json.dumps(body).encode()[:-3], name
-        if name == "adapter":
-            key, value = ("lora_path", "none") if route == "/generate" else ("model", "tiny:none")
-            return route, body | {key: value}, name
-        if name == "top":
-            if route == "/generate":
-                body |= {"return_logprob": True, "top_logprobs_num": TOO_LARGE}
-            else:
-                body |= {"logprobs": TOO_LARGE if route == "/v1/completions" else "x"}
-            return route, body, name
-        ids = {"empty": [], "long": [5] * 9000, "vocabulary": [5, TOO_LARGE]}[name]
-        if route == "/v1/chat/completions":
-            text = words(ids) if name == "long" else ""
-            body["messages"] = [{"role": "user", "content": text}] if name == "long" else []
-        else:
-            body["input_ids" if route == "/generate" else "prompt"] = ids
-        return route, body, name
 
-    def _request(self, draw: random.Random, route: str | None = None) -> tuple[str, dict[str, Any]]:
-        """A route and a correct request for it."""
-        route = route or draw.choice(list(LIMITS))
-        parameters: dict[str, Any] = {
-            LIMITS[route]: draw.randint(1, 60),
-            "n": draw.choice([1, 1, 2]),
-            # With random weights, the end-of-text token is drawn once in vocabulary-size tokens.
-            "ignore_eos": True,
-        }
-        option = draw.choice(OPTIONS)
-        if option is not None:
-            parameters["custom_params"] = {"sparrow": {**option, "report": draw.random() < 0.5}}
-        prompt, with_logprobs = self._prompt(draw), draw.random() < 0.5
-        body: dict[str, Any] = {"stream": draw.random() < 0.5}
-        if route == "/generate":
-            body |= {"sampling_params": parameters, "return_logprob": with_logprobs}
-            return route, body | {"input_ids": prompt}
-        body |= parameters | {"model": draw.choice(["tiny", "tiny:one"])}
-        if route == "/v1/completions":
-            return route, body | {"prompt": prompt, "logprobs": 1 if with_logprobs else None}
-        messages = [{"role": "user", "content": words(prompt)}]
-        return route, body | {"messages": messages, "logprobs": with_logprobs}
-
-    def _prompt(self, draw: random.Random) -> list[int]:
-        """Half of the prompts begin as others do, so that the prefix cache is used."""
-        shared = [7] * draw.choice([0, 0, 40, 120])
-        return shared + draw.choices(range(3, 250), k=draw.randint(1, 160))
-
-
-def _expected_tokens(route: str, body: dict[str, Any]) -> int:
-    parameters = body.get("sampling_params", body)
-    return int(parameters[LIMITS[route]] * parameters["n"])
+def _request(draw: random.Random, route: str | None = None) -> tuple[str, dict[str, Any]]:
+    """A route and a correct request for it; prompts share prefixes."""
+    route = route or draw.choice(list(LIMITS))
+    # With random weights, the end-of-text token is drawn once in vocabulary-size tokens.
+    parameters: dict[str, Any] = {LIMITS[route]: draw.randint(1, 60), "ignore_eos": True}
+    if option := draw.choice(OPTIONS):
+        parameters["custom_params"] = {"sparrow": {**option, "report": draw.random() < 0.5}}
+    prompt = [7] * draw.choice([0, 0, 40, 120]) + draw.choices(
+        range(3, 250), k=draw.randint(1, 160)
+    )
+    body: dict[str, Any] = {"stream": draw.random() < 0.5}
+    if route == "/generate":
+        return route, body | {"sampling_params": parameters, "input_ids": prompt}
+    body |= parameters | {"model": draw.choice(["tiny", "tiny:one"])}
+    if route == "/v1/completions":
+        return route, body | {"prompt": prompt}
+    return route, body | {"messages": [{"role": "user", "content": words(prompt)}]}
 
 
 def resident_bytes() -> int:
@@ -252,10 +180,10 @@ def test_soak(tmp_path):
     ) as url:
         push_adapter(url, "one", adapter)
         warm = Load(url, seed=1)
-        asyncio.run(warm.run(CLIENTS, WARM_S))
+        asyncio.run(warm.run(WARM_S))
         before = resident_bytes()
         load = Load(url, seed=2)
-        asyncio.run(load.run(CLIENTS, SECONDS))
+        asyncio.run(load.run(SECONDS))
         wait_until_idle(url)
         grown = resident_bytes() / before - 1
         print(f"{sum(load.done.values())} requests: {dict(load.done)}; memory {grown:+.1%}")

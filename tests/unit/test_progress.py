@@ -1,32 +1,11 @@
 """Progress on a terminal, in a file, and beside an engine that kills all processes of ours."""
 
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 
 from sparrow_sglang.progress import Progress
-
-# `sglang.Engine` sets the start method when it starts, and kills all children when it shuts down.
-CODE = """
-import multiprocessing
-import psutil
-from sparrow_sglang.progress import Progress
-
-multiprocessing.set_start_method("spawn")
-progress = Progress(1, "step")
-for child in psutil.Process().children(recursive=True):
-    child.kill()
-    child.wait()
-progress.close()
-"""
-
-
-def test_the_process_ends_without_a_word() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_file_gets_a_dated_line_a_minute(

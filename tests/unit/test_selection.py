@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pools import chosen_pairs
 
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.plugin.server_log import describe
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import known_schedules, shipped_schedule
@@ -83,6 +82,7 @@ def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
         INT4 | {"layer_weights": [1]},
         {"landmark_token": 4},
     ],
+    ids=str,
 )
 def test_a_bad_field_is_refused_in_one_line(tmp_path, selection: Any) -> None:
     path = tmp_path / "mine.json"
@@ -208,18 +208,3 @@ def test_the_device_counts_pages_as_the_schedule_does_for_every_layer_and_cap() 
                     weight = schedule.layer_weight(layer)
                     expected = schedule.pages_read(pages.numpy(), weight, cap)
                 assert counted[layer].tolist() == expected.tolist()
-
-
-def test_bytes_of_a_page() -> None:
-    assert SelectionRule().landmark_bytes(16, 64, mean_itemsize=2) == 128
-    quarter = SelectionRule(**INT4, landmark_pairs=[[[*range(24)]]])
-    assert quarter.landmark_bytes(16, 64, 2) == 4 * (24 + 2)
-    assert quarter.landmark_bytes(32, 64, 2) == 8 * (24 + 2)
-
-
-def test_a_server_says_by_which_rule_it_selects() -> None:
-    assert "selection" not in describe(BudgetSchedule(**FIELDS), "a file", {})
-    assert describe(RULED, "a file", {}).endswith(
-        "dense layers [], int4 landmarks of 4 tokens, layer weights 0.5 to 1.75"
-    )
-    assert str(SelectionRule()) == "published selection rule"

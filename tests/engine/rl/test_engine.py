@@ -1,8 +1,5 @@
 """The rollout engine in this process: what it records, and whose weights it samples from."""
 
-import logging
-import os
-import signal
 from copy import deepcopy
 from dataclasses import replace
 
@@ -30,7 +27,7 @@ from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.metrics import round_metrics
 from sparrow_sglang.rl.rollout import Sampling
-from sparrow_sglang.rl.types import ABORTED, Rollout
+from sparrow_sglang.rl.types import ABORTED
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -50,11 +47,6 @@ def engine(sharp_llama):
 @pytest.fixture(scope="module")
 def model(sharp_llama):
     return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
-
-
-def test_an_engine_does_not_hide_warnings_of_this_package(engine) -> None:
-    assert logging.getLogger().level > logging.WARNING
-    assert logging.getLogger("sparrow_sglang.rl.learner").isEnabledFor(logging.WARNING)
 
 
 def test_groups_come_in_the_order_of_the_prompts_and_are_complete(engine) -> None:
@@ -78,17 +70,6 @@ def test_recorded_logprobs_are_the_dense_ones_when_every_page_is_read(engine, mo
     )
     for rollout, scores in zip(rollouts, dense, strict=True):
         np.testing.assert_allclose(rollout.logprobs, scores.logprobs, atol=FP32)
-
-
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.5])
-def test_recorded_logprobs_are_those_at_the_sampling_temperature(engine, model, temperature):
-    groups = engine.generate(PROMPTS, 2, Sampling(60, temperature))
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        expected = transformers_logprobs(model, rollout, temperature)
-        # The error of the logits is that at temperature 1, divided by the temperature.
-        np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / min(1, temperature))
-        untempered = transformers_logprobs(model, rollout)
-        assert np.abs(rollout.logprobs - untempered).max() > 100 * FP32
 
 
 def scaled(model):
@@ -163,12 +144,6 @@ def test_an_engine_that_finishes_nothing_in_time_counts_as_dead(engine) -> None:
         scheduler.resume()
 
 
-def test_memory_that_is_not_saved_keeps_its_weights(engine, model) -> None:
-    engine.release()
-    engine.resume()
-    assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
-
-
 @pytest.fixture(scope="module")
 def sparse_engine(sharp_llama, tmp_path_factory):
     path = tmp_path_factory.mktemp("schedule") / "test.json"
@@ -187,36 +162,6 @@ def test_sparse_rollouts_record_the_sparse_law(sparse_engine, sharp_llama, model
         picked = logprobs[range(len(rollout.response_ids)), list(rollout.response_ids)]
         np.testing.assert_allclose(rollout.logprobs, picked, atol=FP32)
     assert error(model, groups) > 10 * FP32
-
-
-def test_retracted_responses_are_those_that_the_sparse_law_from_their_prompt_is_not(
-    sharp_llama, tmp_path
-) -> None:
-    """Eight requests of 160 tokens and more in a pool of 512: some are prefilled again.
-
-    How many are admitted at a time depends on when they arrive, so there are several attempts.
-    """
-    SCHEDULE.save(tmp_path / "test.json")
-    engines.import_for_fork()
-    arguments = SERVER_ARGS | {"max_total_tokens": 512, "schedule_conservativeness": 0.1}
-    small = LocalEngine(sharp_llama, str(tmp_path / "test.json"), **arguments)
-    try:
-        rollouts: list[Rollout] = []
-        for _ in range(5):
-            (group,) = small.generate(PROMPTS[:1], 8, Sampling(max_new_tokens=100))
-            rollouts += group.rollouts
-            if any(rollout.retracted for rollout in rollouts):
-                break
-    finally:
-        small.close()
-    oracle = ContractModel(sharp_llama, SCHEDULE)
-    off = {True: [0.0], False: [0.0]}
-    for rollout in rollouts:
-        ids = list(rollout.response_ids)
-        picked = oracle.log_probs(list(rollout.prompt_ids), ids)[range(len(ids)), ids].numpy()
-        off[rollout.retracted].append(float(np.abs(rollout.logprobs - picked).max()))
-    assert max(off[False]) < FP32 and max(off[True]) > 10 * FP32
-    assert len(off[False]) > 1
 
 
 def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, model, tmp_path):
@@ -263,17 +208,6 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
     picked = at_once[range(80), list(whole.response_ids)].numpy()
     differs = np.abs(picked - whole.logprobs) > 10 * FP32
     assert differs[: lengths[1]].any() and differs[lengths[1] :].any()
-
-
-def test_a_dead_scheduler_ends_the_rollout_with_the_reason(sharp_llama) -> None:
-    engine = local_engine(sharp_llama, "dense")
-    try:
-        groups = engine.stream(begun(PROMPTS * 20, 4), Sampling(max_new_tokens=800))
-        os.kill(engine.engine.get_all_child_pids()[0], signal.SIGKILL)
-        with pytest.raises(EngineDied, match="died"):
-            list(groups)
-    finally:
-        engine.close()
 
 
 def test_lossless_rollouts_are_those_of_the_weights_that_were_loaded(model, sharp_llama, tmp_path):

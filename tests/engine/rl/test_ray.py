@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import train
-from sparrow_sglang.rl.cluster import ray_engines, trainer_actor, weight_broadcast
+from sparrow_sglang.rl.cluster import ray_engines, trainer_actor
 from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
@@ -32,7 +31,7 @@ from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
-from sparrow_sglang.rl.types import ABORTED, Group
+from sparrow_sglang.rl.types import ABORTED
 
 MARK = "SPARROW_TEST_CLUSTER"
 ENVIRONMENT = {
@@ -204,11 +203,6 @@ def stopped(processes: list[psutil.Process]) -> Iterator[None]:
             process.resume()
 
 
-def bucket_of(model):
-    (bucket,) = pack(model.state_dict().items())
-    return bucket
-
-
 def require_complete(groups, prompts, n: int, sampling: Sampling, version: str) -> None:
     assert [group.prompt for group in groups] == list(prompts)
     for group in groups:
@@ -241,19 +235,6 @@ def test_engines_with_one_seed_sample_independently(engines) -> None:
     assert groups[0].rollouts[0].response_ids != groups[1].rollouts[0].response_ids
 
 
-def test_prompts_may_be_added_to_a_rollout(engines, model) -> None:
-    more = begun([PROMPTS[2], PROMPTS[1]], 2)
-    counted = []
-    first = begun(PROMPTS[:2], 2)
-    stream = engines.stream(
-        first, SAMPLING, counted.append, lambda idle: [more.pop()] if more else []
-    )
-    groups = dict(stream)
-    expected = [PROMPTS[0], PROMPTS[1], PROMPTS[1], PROMPTS[2]]
-    assert [groups[position].prompt for position in range(4)] == expected
-    assert counted == [2, 2, 2, 2] and error(model, groups.values()) < FP32
-
-
 def test_both_engines_stop_and_go_on(engines, model) -> None:
     (group,) = engines.generate(PROMPTS[:1], 1, Sampling(max_new_tokens=390))
     longer = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
@@ -276,24 +257,6 @@ def test_both_engines_stop_and_go_on(engines, model) -> None:
     assert error(model, gone_on.values()) < FP32
 
 
-def test_a_group_that_comes_later_goes_to_the_engine_with_less_to_do(engines) -> None:
-    """While another engine still has the groups of the start."""
-    asked, done = begun(PROMPTS[:2], 1), []
-    slow = family(pids(engines)[0])
-    more = [begun(PROMPTS[2:], 1), begun(PROMPTS[:1], 1)]
-
-    def more_groups(idle: bool) -> list[Group]:
-        return more.pop() if more and len(done) == 3 - len(more) else []
-
-    with stopped(slow):
-        for position, _ in engines.stream(asked, SAMPLING, None, more_groups):
-            done.append(position)
-            if len(done) == 3:
-                for process in slow:
-                    process.resume()
-    assert done == [1, 2, 3, 0]
-
-
 def test_after_an_update_both_engines_sample_from_the_new_weights(
     engines, sender, model, changed
 ) -> None:
@@ -301,36 +264,6 @@ def test_after_an_update_both_engines_sample_from_the_new_weights(
     sender.load(engines, changed, "1")
     require_from_both(engines, changed, "1")
     assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) > 100 * FP32
-
-
-def test_engines_that_do_not_join_end_the_run_with_what_to_check(cluster, monkeypatch) -> None:
-    @ray.remote(num_cpus=0)
-    def never() -> None:
-        time.sleep(60)
-
-    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: never.remote()))
-    with monkeypatch.context() as patch:
-        patch.setattr(weight_broadcast, "LIMIT_S", 1.0)
-        expected = "joining .* within 1 s, engine 0 of 1 did not.*NCCL_SOCKET_IFNAME"
-        with pytest.raises(EngineDied, match=expected):
-            WeightBroadcast(1).send({0: actor}, bucket_of(torch.nn.Linear(2, 2)), "1")
-    # An error of the trainer itself is not held back until the engines are late.
-    monkeypatch.setattr(weight_broadcast, "_join", lambda *_: 1 / 0)
-    began = time.monotonic()
-    with pytest.raises(ZeroDivisionError):
-        WeightBroadcast(1).send({0: actor}, bucket_of(torch.nn.Linear(2, 2)), "1")
-    assert time.monotonic() - began < 30
-
-
-def test_after_a_failed_update_nothing_is_sampled_until_a_good_one(engines, sender, model) -> None:
-    name, weight = next(iter(model.state_dict().items()))
-    with pytest.raises(ZeroDivisionError):
-        wrong = partial(sender.send, lambda: ((name, weight * (1 / i)) for i in (1, 0)), "bad")
-        engines.load(wrong, "bad")
-    with pytest.raises(RuntimeError, match="call `load` first"):
-        engines.generate(PROMPTS, 1, SAMPLING)
-    sender.load(engines, model, "7")
-    assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) < FP32
 
 
 def test_the_death_of_an_engine_ends_the_rollout_with_the_reason(engines) -> None:

@@ -78,16 +78,6 @@ def test_a_graph_that_was_captured_without_the_backend_is_not_replayed(backend, 
     backend.init_forward_metadata_out_graph(batch_of(2))
 
 
-@pytest.mark.parametrize("stock_layers", [frozenset(), frozenset([0])])
-def test_stock_buffers_for_captured_decode_are_allocated_only_where_they_are_used(
-    backend, stock_layers
-):
-    """FlashInfer's would take 0.67 GB for 512 sequences of 256K tokens."""
-    backend.stock_layers = stock_layers
-    backend.init_cuda_graph_state(ADMITTED, ADMITTED)
-    assert backend.dense.reserved == (ADMITTED if stock_layers else 0)
-
-
 def batch_of(size: int) -> SimpleNamespace:
     rows = torch.zeros(size, dtype=torch.int64)
     ones = torch.ones_like(rows)
@@ -134,15 +124,6 @@ def test_a_captured_batch_that_does_not_fit_is_refused(backend, planned):
         backend.init_forward_metadata_out_graph(batch_of(20))
     with pytest.raises(ValueError, match="20 requests"):
         backend.init_cuda_graph_state(20, 20)
-
-
-def test_scratch_holds_the_splits_of_every_batch():
-    shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, CONTEXT)
-    buffers = DecodeBuffers(shape, 16, 2, torch.device("cpu"))
-    for launches in (buffers.decode_launch, buffers.dense_launch):
-        for batch in range(1, 17):
-            parts = batch * HEADS[0] * launches[batch].splits
-            assert parts <= len(buffers.decode_scratch.partial_lse)
 
 
 class TestMemory:

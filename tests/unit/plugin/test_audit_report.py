@@ -1,6 +1,5 @@
 """What an audit reports of scored requests, and the rows that it searches for top-k lists."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -162,31 +161,3 @@ def test_only_rows_that_want_a_list_are_searched_and_audited_ones_get_their_norm
     assert searched == [2]
     plain = (logprobs[1] * temperature).log_softmax(-1).topk(20)[0]
     torch.testing.assert_close(temperature * torch.tensor(expected[0][1]) + shift, plain)
-
-
-def test_gauges_of_another_schedule_do_not_go_on():
-    """In SGLang's multi-process mode labels stay; NaN marks what is left out of /metrics."""
-
-    def value(name: str, **labels: str) -> float | None:
-        return REGISTRY.get_sample_value(f"sparrow:{name}", labels)
-
-    report = AuditReport(TARGETED, gauges=True)
-    # What there is to know before the first request is there.
-    for outcome in ("audited", "dropped", "failed", "skipped_masked_logits", "skipped_input"):
-        report.publish()
-        assert value("audit_requests", outcome=outcome) == 0
-    report.add("a", token_rows(0.5))
-    report.publish()
-    assert value("audited_tokens", bin="2") == 47
-    assert value("acceptance_tail", bin="2", bound="upper") == pytest.approx(0.5)
-    last = str(len(TARGETED.budget_tokens) - 1)
-    assert value("kv_budget_tokens", bin=last) == TARGETED.budget_tokens[-1]
-    report.start(BudgetSchedule.fixed(512))
-    assert value("kv_budget_tokens", bin="0") == 512
-    for gone in (
-        value("audited_tokens", bin="2"),
-        value("kv_budget_tokens", bin=last),
-        value("acceptance_tail", bin="2", bound="upper"),
-        value("acceptance_mean", bin="2", bound="lower"),
-    ):
-        assert gone is not None and math.isnan(gone)

@@ -97,16 +97,3 @@ class TestAllocator:
         zero = torch.zeros(1, dtype=torch.int64)
         assert ours.alloc_extend(zero, zero, lengths, lengths, zero - 1, 41 * PAGE) is None
         assert ours.available_size() == 40 * PAGE
-
-
-def test_those_who_use_another_backend_are_told_of_the_platform(tiny_llama, capfd):
-    from sglang.srt.server_args import ServerArgs
-
-    from sparrow_sglang.sglang_arguments import resolve
-
-    said = []
-    for backend in ("torch_native", "sparrow"):
-        schedule = {"sparrow_schedule": "fixed-64"} if backend == "sparrow" else {}
-        resolve(ServerArgs(model_path=tiny_llama, attention_backend=backend, **schedule))
-        said.append("sparrow-sglang's CPU platform" in capfd.readouterr().err)
-    assert said == [True, False]

@@ -1,6 +1,5 @@
 """The mismatch log: complete files only, whatever happens to the writer."""
 
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.plugin.audit import mismatch_log
 from sparrow_sglang.plugin.audit.mismatch_log import (
-    FLUSH_S,
     TOKEN_ROW,
     MismatchLog,
     read_mismatch_log,
@@ -68,22 +66,6 @@ def test_rows_that_come_while_a_file_is_written_are_kept(tmp_path, monkeypatch, 
     assert sorted(found) == ["early"] * 3 + ["late"] * 4
 
 
-def test_a_flush_is_due_by_rows_or_by_time(tmp_path, monkeypatch):
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(mismatch_log, "FILE_ROWS", 20)
-    log = MismatchLog(tmp_path)
-    assert not log.is_due()
-    log.append(rows("a", 19))
-    assert not log.is_due()
-    now += FLUSH_S
-    assert log.is_due()
-    log.flush()
-    assert not log.is_due()
-    log.append(rows("b", 20))
-    assert log.is_due()
-
-
 def test_many_flushes_make_few_files(tmp_path, monkeypatch):
     """A week of a quiet server is 20,160 flushes."""
     monkeypatch.setattr(mismatch_log, "FILE_ROWS", 100)
@@ -125,11 +107,3 @@ def test_damaged_files_are_left_out_with_a_warning(tmp_path, warnings, monkeypat
     assert set(table["request_id"].to_pylist()) == {"d"}
     for file in files[:3]:
         assert f"{file} is damaged and left out" in warnings.text
-
-
-def test_wrong_paths(tmp_path):
-    with pytest.raises(FileNotFoundError, match="missing"):
-        read_mismatch_log(tmp_path / "missing")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
-        MismatchLog(tmp_path / "file")

@@ -1,10 +1,8 @@
 """An SGLang that cannot be run with is refused before anything is loaded, in one line."""
 
-import logging
 import re
 import tomllib
 from collections.abc import Callable
-from importlib.metadata import PathDistribution
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from sparrow_sglang import sglang_arguments, sglang_install
-from sparrow_sglang.commands import cli
-from sparrow_sglang.plugin import hooks, layer_refusals, registration, server_args
+from sparrow_sglang.plugin import hooks, layer_refusals, registration
 from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_install import INSTALL, LOCKED, SUPPORTED, version_problems
@@ -60,25 +57,6 @@ class TestInstallation:
         pretend("0.5.17", "0.5.20")
         assert version_problems() == ["SGLang is on the path 2 times (0.5.17, 0.5.20): keep one"]
 
-    def test_a_package_that_hides_the_installed_one(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        for name in ("mine", "theirs"):
-            (tmp_path / name / "sglang" / "srt").mkdir(parents=True)
-            (tmp_path / name / "sglang" / "__init__.py").touch()
-            (tmp_path / name / "sglang" / "srt" / "server_args.py").touch()
-        metadata = tmp_path / "theirs" / "sglang-0.5.17.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
-        monkeypatch.setattr(sglang_install, "_installed", lambda: [PathDistribution(metadata)])
-        mine = SimpleNamespace(origin=str(tmp_path / "mine" / "sglang" / "__init__.py"))
-        monkeypatch.setattr(sglang_install, "find_spec", lambda name: mine)
-        [problem] = version_problems()
-        assert problem == (
-            f"SGLang is on the path twice, in {tmp_path / 'mine' / 'sglang'} and"
-            f" {tmp_path / 'theirs' / 'sglang'}: keep one"
-        )
-
 
 class TestRefusal:
     def test_arguments_of_an_engine(self, older: str, tiny_llama: str) -> None:
@@ -98,28 +76,6 @@ class TestRefusal:
     def test_a_scheduler_does_not_start(self, older: str) -> None:
         with pytest.raises(UnsupportedError, match=older):
             registration.build_backend(SimpleNamespace())
-
-    def test_serve_names_a_list_of_plugins_without_ours(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("SGLANG_PLUGINS", "other")
-        assert cli.main(["serve"]) == 2
-        line = capsys.readouterr().err
-        assert line.count("\n") == 1 and "SGLANG_PLUGINS='other' keeps SGLang from" in line
-
-    def test_what_does_not_fit_into_another_version_is_one_line(
-        self, older: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def fail() -> None:
-            raise AttributeError("ServerArgs has changed")
-
-        monkeypatch.setattr(server_args, "install", fail)
-        # Servers that other tests have started set up logging anew, which may disable this logger.
-        monkeypatch.setattr(server_args.logger, "disabled", False)
-        with caplog.at_level(logging.WARNING, server_args.logger.name):
-            server_args._install_or_log()
-        [line] = caplog.messages
-        assert re.search(older, line) and "\n" not in line
 
 
 class TestProbes:

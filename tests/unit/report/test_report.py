@@ -140,18 +140,6 @@ def test_a_tail_below_the_target_is_remarked(run: Path, tmp_path: Path) -> None:
     assert 0 < below and f"in {below} of {STEPS} steps" in facts["lowest tail"]
 
 
-def test_a_fixed_budget_has_no_target(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    path = tmp_path / "run" / "run.json"
-    starts = json.loads(path.read_text())
-    starts["starts"][0]["tail_target"] = None
-    path.write_text(json.dumps(starts))
-    page = report(tmp_path / "run", tmp_path / "r.html")
-    assert page.facts["lowest tail"].endswith("no target")
-    ids = [attributes.get("id") or "" for _, attributes in page.charts["Tail by position"]]
-    assert not any(each.endswith("-level") for each in ids)
-
-
 def test_alarms_and_skipped_steps_are_facts_of_a_run(run: Path, tmp_path: Path) -> None:
     rows = metrics_of(run)
     for row in rows[:STEPS]:
@@ -161,19 +149,6 @@ def test_alarms_and_skipped_steps_are_facts_of_a_run(run: Path, tmp_path: Path) 
     facts = report(tmp_path, tmp_path / "r.html").facts
     assert facts["ALARM, the policy may be collapsing"] == "1 steps, the first is 11"
     assert facts["optimizer steps skipped, gradient not finite"] == "2"
-
-
-def test_short_long_and_cut_runs(run: Path, tmp_path: Path) -> None:
-    rows = metrics_of(run)
-    rewrite(tmp_path, rows[:1])
-    assert len(report(tmp_path, tmp_path / "r.html").records("Steps")) == 1
-    rewrite(tmp_path, [rows[0] | {"step": step} for step in range(101)])
-    page = report(tmp_path, tmp_path / "r.html")
-    assert [row["step"] for row in page.records("Steps, 40 of 101")][::39] == ["0", "100"]
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:50])
-    page = report(tmp_path, tmp_path / "r.html")
-    assert [row["step"] for row in page.records("Steps")] == ["0", "1", "2"]
 
 
 def test_a_calibration_says_what_its_schedules_say(

@@ -94,16 +94,6 @@ def test_half_an_adapter_is_measured_and_saved_as_it_is_delivered(sharp_llama, t
     assert all(map(torch.equal, before, (weight for _, weight in policy.named_weights())))
 
 
-def test_merged_measurement_rounds_as_an_engine_in_bfloat16_does(sharp_llama):
-    policy = new_policy(sharp_llama, "bfloat16")
-    adapter = SparseAdapter(policy, settings(lr=1e-7))
-    adapter.step(SEQUENCES, SCHEDULE)
-    # So small a change is lost in bf16, and so is any effect of it.
-    plain = np.concatenate(policy.acceptance(SEQUENCES, SCHEDULE))
-    delivered = np.concatenate(policy.acceptance(SEQUENCES, SCHEDULE, adapter.delivered))
-    np.testing.assert_array_equal(delivered, plain)
-
-
 def test_the_scale_and_its_measurements_survive_a_checkpoint(sharp_llama):
     adapter = SparseAdapter(new_policy(sharp_llama), settings())
     adapter.scale, adapter.gains = 0.5, [{"p": (7, 0, 0, 2)}]

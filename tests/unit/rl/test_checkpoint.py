@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import random
 import resource
 import shutil
@@ -130,18 +129,6 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, c
         checkpoints.restore(folder, learner(trained))
 
 
-def test_others_may_read_a_checkpoint(tiny_llama, tmp_path):
-    """safetensors writes files that only their owner can read."""
-    before = os.umask(0o022)
-    try:
-        trained = learner(policy(tiny_llama, "float32"))
-        folder = Checkpoints(tmp_path, 1).save(trained, Tokenizer(), config(tmp_path), State(1))
-    finally:
-        os.umask(before)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
-
-
 @pytest.mark.parametrize("wrong", [{"temperature": 0.6, "top_p": 0.9}, {"num_beams": 1}])
 def test_a_generation_config_that_transformers_does_not_save_survives(byte_model, tmp_path, wrong):
     """Many fine-tunes have a temperature without do_sample, which `save_pretrained` refuses."""
@@ -194,13 +181,3 @@ def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     assert checkpoints.begin(config(tmp_path), resume=True, prompts="") == folder / "step-000010"
     assert sorted(path.name for path in folder.iterdir()) == names
     checkpoints.restore(folder / "step-000010", learner(copy.copy(trained)))
-
-
-def test_a_damaged_note_of_the_best_evaluation_is_named(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.set_best(3, 0.5)
-    assert checkpoints.best() == {"step": 3, "pass_rate": 0.5}
-    path = tmp_path / "checkpoints" / "best.json"
-    path.write_text(path.read_text()[:9])
-    with pytest.raises(InputError, match="best.json is damaged"):
-        checkpoints.best()

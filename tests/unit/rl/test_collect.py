@@ -1,7 +1,6 @@
 """A step's groups: in the prompts' order whatever comes first, and those replaced that teach
 nothing."""
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +20,6 @@ from sparrow_sglang.rl import partial
 from sparrow_sglang.rl.collect import (
     Collected,
     collect,
-    groups_under_way,
     prompts_from,
     with_penalties,
 )
@@ -208,13 +206,6 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
     assert found.tokens == 2 * walked
 
 
-def test_groups_under_way_are_those_of_the_number_as_it_is_written() -> None:
-    for count, hundredths in itertools.product(range(1, 130), range(100, 201)):
-        # Whole numbers give the exact ceiling; ceil(50 * 1.1) of floats is 56.
-        expected = -(-count * hundredths // 100)
-        assert groups_under_way(count, hundredths / 100) == expected
-
-
 @given(st.integers(1, 6), st.floats(1.01, 2.0), st.integers(1, 3), st.integers(0, 99))
 def test_groups_that_are_carried_over_are_trained_on_in_time(
     count: int, oversubscribe: float, staleness: int, seed: int
@@ -250,48 +241,6 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         under_way = trained + [group.prompt.id for group in found.carried]
         expected = prompts_from(PROMPTS, 0, count * step + most, 0)
         assert sorted(under_way) == sorted(prompt.id for prompt in expected)
-
-
-def test_carried_responses_count_as_cut_where_a_resumed_run_has_a_lower_limit() -> None:
-    run = run_of(by_name, prompts_per_step=2, oversubscribe=2.0, max_new_tokens=5)
-
-    def begun(prompt: Prompt, *lengths: int) -> Group:
-        empty = Group.begun(prompt, len(lengths))
-        rollouts = (
-            replace(one, response_ids=(7,) * n, logprobs=np.zeros(n), weight_version="0")
-            for one, n in zip(empty.rollouts, lengths, strict=True)
-        )
-        return replace(empty, rollouts=tuple(rollouts))
-
-    run.state.carried = (begun(PROMPTS[0], 5, 9), begun(PROMPTS[1], 4, 6))
-    found = partial.collect(run, 2, 1, clock)
-    # The first group is finished, and in the second one response is still to be sampled.
-    assert run.actor.asked == [[(4, False), (6, True)], [(0, False)] * 2, [(0, False)] * 2]
-    ends = {
-        group.prompt.id: [(one.finish_reason, len(one.response_ids)) for one in group.rollouts]
-        for group in (*found.groups, *found.carried)
-    }
-    assert ends["0"] == [("length", 5), ("length", 9)] and ends["1"][1] == ("length", 6)
-    assert found.tokens == run.actor.tokens
-
-
-def test_a_group_that_differs_only_by_missing_rewards_is_replaced() -> None:
-    def reward(group: Group) -> list[float | None]:
-        return [1.0, None] if int(group.prompt.id) % 2 else [0.0, 1.0]
-
-    found = collect(run_of(reward, dynamic_sampling=9), 0, clock)
-    assert not any(int(name) % 2 for name in names(found))
-    assert found.metrics["sparrow/replaced_groups"] == found.replaced > 0
-
-
-def test_a_penalty_may_take_the_variance_away() -> None:
-    run = run_of(lambda group: [0.0, 1.0], dynamic_sampling=9, truncated="penalty")
-    found = collect(run, 0, clock)
-    # Responses to every third prompt are cut, and earn nothing then.
-    assert all(int(name) % 3 for name in names(found))
-    mean = found.metrics["sparrow/sampled_score_mean"]
-    whole = sum(int(name) % 3 != 0 for name in run.actor.sampled)
-    assert mean == pytest.approx(0.5 * whole / len(run.actor.sampled))
 
 
 def test_penalties_lower_rewards_of_long_responses_linearly() -> None:

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TrainConfig, with_overrides
+from sparrow_sglang.rl.config import TrainConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LEAST = 'run_dir = "runs/x"\n[task]\nname = "copy"\n'
@@ -17,31 +16,6 @@ def load(folder: Path, text: str) -> TrainConfig:
     path = folder / "train.toml"
     path.write_text(text)
     return TrainConfig.load(path)
-
-
-BOUNDS = """
-steps=0: Input should be greater than 0
-run_dir='': expected a path, not an empty string
-seed=2147483648: Input should be less than 2147483648
-model.dtype='fp16': Input should be 'float32' or 'bfloat16'
-cluster=2: Input should be a valid table
-task.columns.answer='': String should have at least 1 character
-rollout.samples_per_prompt=1: Input should be greater than or equal to 2
-rollout.oversubscribe=nan: Input should be a finite number
-rollout.temperature=101: Input should be less than or equal to 100
-evaluation.pass_at=4: Input should be a valid array
-algorithm.kl_coefficient=inf: Input should be a finite number
-distill.target_modules=[]: Value should have at least 1 item after validation, not 0
-"""
-
-
-@pytest.mark.parametrize("line", BOUNDS.strip().splitlines())
-def test_a_value_outside_its_bounds_is_named_with_them(line: str) -> None:
-    setting, allowed = line.split(": ")
-    values = {"run_dir": "runs/x", "task": {"name": "copy"}}
-    with pytest.raises(InputError) as refused:
-        TrainConfig.parse(with_overrides(values, [setting]), "x.toml")
-    assert str(refused.value) == f"x.toml: {setting} is not allowed: {allowed}"
 
 
 def test_values_of_the_file_arrive(tmp_path: Path) -> None:
@@ -89,11 +63,6 @@ def test_refusals_name_file_key_and_value(tmp_path: Path, extra: str, field: str
     assert line.startswith(f"{tmp_path}/train.toml: ") and "\n" not in line
 
 
-def test_a_cap_may_be_infinite_and_whole_numbers_are_numbers(tmp_path: Path) -> None:
-    config = load(tmp_path, LEAST + "[algorithm]\ntis_cap = inf\n[optimizer]\nlr = 1\n")
-    assert (config.algorithm.tis_cap, config.optimizer.lr) == (float("inf"), 1.0)
-
-
 def test_lossless_rollouts_are_not_corrected_unless_they_span_updates(tmp_path: Path) -> None:
     lossless = "[engine]\nlossless = true\n"
     assert load(tmp_path, LEAST).algorithm.correction == "tis"
@@ -105,13 +74,6 @@ def test_lossless_rollouts_are_not_corrected_unless_they_span_updates(tmp_path: 
     for other in ("[distill]\nenabled = true\n", 'schedule = "dense"\n'):
         with pytest.raises(InputError, match="lossless"):
             load(tmp_path, LEAST + lossless + other)
-
-
-def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="task is missing"):
-        load(tmp_path, 'run_dir = "x"')
-    with pytest.raises(InputError, match="no.toml: cannot be read"):
-        TrainConfig.load(tmp_path / "no.toml")
 
 
 @pytest.mark.parametrize(
@@ -147,32 +109,6 @@ def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) 
     assert config.task.name == "copy"
 
 
-@pytest.mark.parametrize(
-    ("setting", "field"),
-    [
-        ("optimizer.rl=1", "'rl'.*'lr'"),
-        ("optimzer.lr=1", "optimzer.*optimizer"),
-        ("optimizer.lr=fast", "optimizer.lr='fast'"),
-        ("steps.lr=1", "steps="),
-        ("steps", "'steps'"),
-        (".steps=1", "'.steps=1'"),
-        ("task.heldout_sets={'' = 'a.jsonl'}", "task.heldout_sets"),
-        ("evaluation.pass_at=[1, 0]", r"evaluation.pass_at\[1\]=0"),
-        ("optimizer.betas=[0.9, 1.5]", r"optimizer.betas\[1\]=1.5"),
-        ("evaluation.pass_at=[1, 4]", "samples_per_prompt=1"),
-        ("evaluation.top_k=0", "evaluation.top_k=0"),
-    ],
-)
-def test_a_wrong_setting_of_the_command_line_is_one_line(
-    tmp_path: Path, setting: str, field: str
-) -> None:
-    path = tmp_path / "train.toml"
-    path.write_text(LEAST)
-    with pytest.raises(InputError, match=field) as refused:
-        TrainConfig.load(path, [setting])
-    assert "\n" not in str(refused.value)
-
-
 def test_the_printed_defaults_are_those_of_the_least_file_and_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,14 +116,3 @@ def test_the_printed_defaults_are_those_of_the_least_file_and_explained(
     text = capsys.readouterr().out
     loaded = load(tmp_path, text)
     assert loaded == TrainConfig.parse({"run_dir": "runs/my-run", "task": {"name": "story"}})
-    explained = " ".join(line.removeprefix("# ") for line in text.splitlines())
-    sections = [field.annotation for field in TrainConfig.model_fields.values()]
-    kinds = [kind for kind in sections if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    assert len(kinds) >= 11
-    for section in (TrainConfig, *kinds):
-        for name, field in section.model_fields.items():
-            if field.annotation not in kinds:
-                assert name in text
-                assert " ".join((field.description or "missing").split()) in explained, name
-    assert main(["train"]) == 2
-    assert "sparrow train --defaults prints one" in capsys.readouterr().err

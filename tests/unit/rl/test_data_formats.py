@@ -108,12 +108,6 @@ def test_code_rows_are_read_by_their_columns(
     assert payload["fn_name"] == function
 
 
-def test_starter_code_is_part_of_the_prompt(tmp_path: Path) -> None:
-    row = QUESTION | {"public_test_cases": TESTS, "starter_code": "class Solution:\n"}
-    text = bytes(load("code", jsonl(tmp_path / "a.jsonl", [row])).train[0].input_ids).decode()
-    assert text == "<user>Double it.\n\nStart from this code:\n```python\nclass Solution:\n```"
-
-
 def test_a_mixture_gives_each_task_its_rows(tmp_path: Path) -> None:
     rows = [verl_row("34"), EURUS | {"reward_model": {"ground_truth": json.dumps(ADD)}}]
     path = jsonl(tmp_path / "a.jsonl", rows)
@@ -123,23 +117,6 @@ def test_a_mixture_gives_each_task_its_rows(tmp_path: Path) -> None:
         assert "1 of another kind" in task.notes[0]
     parts = {name: {"name": name, "train_path": str(path)} for name in ("math", "code")}
     assert [prompt.task for prompt in load("mix", options=parts).train] == ["math", "code"]
-
-
-def test_messages_padded_or_as_json_and_files_with_a_byte_order_mark(
-    tmp_path: Path,
-) -> None:
-    prompt = [
-        None,
-        {"role": "user", "content": "Hi", "name": None},
-        {"role": None, "content": None},
-    ]
-    task = load("math", jsonl(tmp_path / "a.jsonl", [verl_row("34", prompt=prompt)]))
-    assert bytes(task.train[0].input_ids) == b"<user>Hi"
-    as_text = json.dumps(prompt[1:])
-    task = load("math", jsonl(tmp_path / "a.jsonl", [verl_row("34", prompt=as_text)]))
-    assert bytes(task.train[0].input_ids) == b"<user>Hi"
-    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())
-    assert load("math", tmp_path / "b.jsonl").train[0].payload["answer"] == "34"
 
 
 @pytest.mark.parametrize(
@@ -172,25 +149,6 @@ def test_few_rows_that_cannot_be_used_are_skipped_and_told(
     assert len(load("math", path, max_bad_rows=0.05).skipped) == 2
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"prompt": "?", "tests": TESTS, "checker": "int main() {}"}, "checker=.*special checker"),
-        ({"prompt": "?", "tests": [TESTS[0] | {"spj": "x"}]}, "spj='x'.*special checker"),
-        ({"prompt": "?", "tests": "[" * 100_000}, "maximum recursion depth"),
-        ({"prompt": "?", "tests": "[1"}, "tests='\\[1': not JSON"),
-        ({"prompt": "?", "tests": TESTS, "tolerance": -1}, "tolerance=-1: expected"),
-        ({"question": "?", "input_output": '{"inputs": ["1"], "outputs": []}'}, "as long"),
-        (QUESTION | {"public_test_cases": "[]", "private_test_cases": "x"}, "cannot be decoded"),
-    ],
-)  # fmt: skip
-def test_code_rows_that_cannot_be_judged_are_refused(
-    row: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match=f"a.jsonl:1: .*{reason}"):
-        load("code", jsonl(tmp_path / "a.jsonl", [row]))
-
-
 def test_a_pickle_that_is_no_text_is_not_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -218,14 +176,3 @@ def test_a_repeated_prompt_is_never_trained_on_and_held_out(tmp_path: Path) -> N
     train, heldout = prompts_of(kept := load("math", tmp_path / "a.parquet", duplicates="keep"))
     assert (len(train), len(heldout), set(train) & set(heldout)) == (720, 4, set())
     assert "760 that repeat a prompt (kept)" in kept.notes[0]
-
-
-def test_an_overlap_with_a_heldout_file_is_told(tmp_path: Path) -> None:
-    train = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}?", "answer": i} for i in range(9)])
-    heldout = jsonl(tmp_path / "b.jsonl", [{"prompt": f"{i}?", "answer": i} for i in range(7, 12)])
-    assert (
-        "2 of 5 held-out prompts are also trained on"
-        in load("math", train, heldout_path=heldout).notes
-    )
-    named = load("math", train, heldout_sets={"aime": heldout}).notes
-    assert "2 of 5 held-out prompts of aime are also trained on" in named

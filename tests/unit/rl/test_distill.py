@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 import torch
 from distillation import SCHEDULE, SEQUENCES, new_policy, settings
-from peft import PeftModel
 from scipy.special import log_softmax, softmax
 from scipy.stats import entropy
-from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import distill
 from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter, top_k_kl
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy import optimizer
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
@@ -53,19 +50,6 @@ def test_divergences_equal_loops_over_the_tokens():
     np.testing.assert_allclose(top_k_kl(left, right, 40), exact, atol=1e-4)
     assert (top_k_kl(left, right, 6).numpy() <= exact).all()
     assert torch.autograd.gradcheck(lambda x: top_k_kl(x, right, 6), left.requires_grad_())
-
-
-def test_every_module_to_be_adapted_is_in_the_model(sharp_llama):
-    names = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-    # Log-probs are computed from the weight of the vocabulary projection, past its adapter.
-    for wrong in ("x_proj", "lm_head"):
-        with pytest.raises(ValueError) as refused:
-            SparseAdapter(new_policy(sharp_llama), settings(target_modules=["q_proj", wrong]))
-        assert str(refused.value) == (
-            f"distill.target_modules=['q_proj', '{wrong}']: the model's layers have no module"
-            f" '{wrong}'; expected some of {names}"
-        )
-    SparseAdapter(new_policy(sharp_llama), settings(target_modules=["self_attn.q_proj"]))
 
 
 def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeypatch):
@@ -114,16 +98,6 @@ def test_steps_keep_the_mean_entropy_that_of_dense_decode(sharp_llama):
     assert abs(gaps[5.0]) < 0.3 * abs(gaps[0.0])
 
 
-def test_the_target_is_dense_decode_without_the_adapter(sharp_llama):
-    policy = new_policy(sharp_llama)
-    adapter = SparseAdapter(policy, settings(lr=1e-1))
-    for _ in range(3):
-        adapter.step(SEQUENCES, SCHEDULE)
-    sparse, dense = (each.log_softmax(-1) for each in logits_of_both(policy, adapter.enabled))
-    found = adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]
-    assert found == pytest.approx(float(top_k_kl(sparse, dense, 20).mean()), rel=1e-4)
-
-
 @pytest.mark.parametrize("tokens", [16384, 200])
 def test_the_gradient_is_that_of_the_squared_gap_of_the_whole_step(
     sharp_llama, monkeypatch, tokens
@@ -155,48 +129,6 @@ def test_the_gradient_is_that_of_the_squared_gap_of_the_whole_step(
     largest = max(float(one.abs().max()) for one in expected)
     for found, one in zip(gradients, expected, strict=True):
         torch.testing.assert_close(found, one, atol=1e-5 * largest, rtol=1e-4)
-
-
-def test_checkpointing_changes_no_gradient_and_chooses_no_page_twice(sharp_llama, monkeypatch):
-    chosen = []
-    choose = SparseRule.selected_pages
-    monkeypatch.setattr(
-        SparseRule, "selected_pages", lambda *args: chosen.append(args) or choose(*args)
-    )
-    adapters = {}
-    for checkpointing in (True, False):
-        model = ModelConfig(path=sharp_llama, gradient_checkpointing=checkpointing)
-        policy = DensePolicy.load(model, OptimizerConfig(), "cpu")
-        torch.manual_seed(0)
-        adapter = SparseAdapter(policy, settings())
-        chosen.clear()
-        # The second step must choose pages anew and not reuse those chosen for the first.
-        metrics = [adapter.step(SEQUENCES, SCHEDULE) for _ in range(2)]
-        adapters[checkpointing] = (metrics, len(chosen), adapter.tensors())
-    repeated, once = adapters.values()
-    assert repeated[:2] == once[:2]
-    for name, tensor in once[2].items():
-        assert torch.equal(repeated[2][name], tensor)
-
-
-def test_a_gradient_that_is_not_finite_leaves_the_adapter_as_it_is(sharp_llama, monkeypatch):
-    said: list[str] = []
-    adapter = SparseAdapter(new_policy(sharp_llama), settings())
-    adapter.step(SEQUENCES, SCHEDULE)
-    before = copy.deepcopy(adapter.state_dict())
-    with monkeypatch.context() as patch:
-        patch.setattr(distill, "top_k_kl", lambda sparse, dense, k: (sparse * torch.nan).sum(-1))
-        # The method is replaced because other tests may have changed handlers and levels.
-        patch.setattr(optimizer.logger, "warning", lambda text, *args: said.append(text % args))
-        metrics = adapter.step(SEQUENCES, SCHEDULE)
-    assert not np.isfinite(metrics["sparrow/distill_grad_norm"])
-    assert said == ["the adapter's gradient norm is nan: no step was taken with it"]
-    for left, right in zip(adapter.state_dict()["params"], before["params"], strict=True):
-        assert torch.equal(left, right)
-    # The gradient that is not finite does not reach the next step either.
-    metrics = adapter.step(SEQUENCES, SCHEDULE)
-    assert 0 < metrics["sparrow/distill_grad_norm"] < np.inf
-    assert all(tensor.isfinite().all() for tensor in adapter.state_dict()["params"])
 
 
 def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
@@ -252,31 +184,6 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
     learner = Learner(config, nothing, adapter=nothing)
     assert learner.acceptance(everything, SCHEDULE) is None
     assert learner.distill(everything, SCHEDULE) == {}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merged_and_saved_adapters_are_peft(sharp_llama, tmp_path, dtype):
-    policy = new_policy(sharp_llama, dtype)
-    adapter = SparseAdapter(policy, settings())
-    adapter.scale = 1.0
-    for _ in range(3):
-        adapter.step(SEQUENCES, SCHEDULE)
-    adapter.save(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
-    if dtype == "bfloat16":
-        # The policy's fp32 masters start from weights that loading has rounded to bf16.
-        for weight in base.parameters():
-            weight.data = weight.data.bfloat16().float()
-    expected = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload().state_dict()
-    merged = dict(adapter.merged_weights())
-    changed = [name for name in merged if name.endswith(("q_proj.weight", "o_proj.weight"))]
-    assert len(changed) == 8
-    for name, weight in merged.items():
-        torch.testing.assert_close(weight.float(), expected[name], atol=1e-6, rtol=1e-6)
-    masters = {name: master for name, _, master in policy.named_parameters()}
-    for name in changed:
-        assert merged[name].dtype == torch.float32
-        assert not torch.equal(merged[name], masters[name])
 
 
 def test_a_restored_adapter_goes_on_to_the_bit(sharp_llama):

@@ -91,14 +91,6 @@ def test_ratios_beyond_all_bounds_stay_finite() -> None:
         assert loss.item() == pytest.approx(-1.28 if advantage > 0 else 3.0)
 
 
-def test_refuses_shapes_that_differ_and_a_batch_below_its_part() -> None:
-    a, b = torch.zeros(3), torch.zeros(2)
-    with pytest.raises(ValueError, match=r"advantages \(2,\)"):
-        loss_of(a, a, b, a, batch_tokens=3)
-    with pytest.raises(ValueError, match="batch_tokens=2"):
-        loss_of(a, a, a, a, batch_tokens=2)
-
-
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_on_policy_it_is_the_loss_of_log_probs_that_were_scored_before(name: str) -> None:
     """This holds whatever the micro-batches, which take sequences in an order of their own."""

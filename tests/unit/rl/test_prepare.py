@@ -7,16 +7,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from engines import RULED
 from training import settings
 from transformers import AutoTokenizer, Gemma3TextConfig, Qwen3MoeConfig
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_folder
-from sparrow_sglang.rl import learner, trainer
+from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
-from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.runs.setup import prepare
 from sparrow_sglang.rl.tasks import TASKS, load_task
 
@@ -36,14 +34,8 @@ SHORT = "rollout = { max_new_tokens = 99 }\n"
             "distill.enabled=true with engine.schedule='dense'",
         ),
         (ENGINE % "page_sise = 16", "engine.server_args.page_sise"),
-        (ENGINE % 'attention_backend = "fa3"', "engine.schedule"),
         (ENGINE % "dp_size = 2", "server_args.dp_size=2"),
         (ENGINE % "skip_tokenizer_init = true", "server_args.skip_tokenizer_init=true"),
-        (
-            ENGINE % "tp_size = 2" + "\ncluster = { gpus_per_engine = 4 }",
-            "engine.server_args.tp_size=2",
-        ),
-        (ENGINE % "pp_size = 2" + "\ncluster = {}", "engine.server_args.pp_size=2"),
         (
             'task = { name = "ascii", chat_template_kwargs = { enable_thinking = false } }',
             "task.chat_template_kwargs.enable_thinking",
@@ -98,39 +90,6 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
     )
 
 
-def test_a_budget_that_holds_everything_is_said_before_the_run(tmp_path):
-    """Prompts of the task have fewer than 400 tokens."""
-    for tokens, said in ((4000, True), (8000, False)):
-        setup = prepare(
-            TrainConfig(
-                run_dir=tmp_path,
-                task={"name": "story"},
-                rollout={"max_prompt_tokens": 400, "max_new_tokens": tokens},
-                engine={"schedule": "fixed-4608", "server_args": {"context_length": 10_000}},
-            )
-        )
-        notes = [note for note in setup.notes if "nothing will be decoded sparsely" in note]
-        assert len(notes) == said and all("up to 4,608 tokens" in note for note in notes)
-
-
-def test_a_schedule_calibrated_for_another_model_is_named_at_the_start(
-    byte_model, tmp_path, monkeypatch, capsys
-):
-    def no_engine(*args, **server_args):
-        raise EngineDied("not started")
-
-    monkeypatch.setattr(learner, "LocalEngine", no_engine)
-    for schedule, said in [
-        ("qwen3-8b-0.86", "schedule qwen3-8b-0.86: calibrated for Qwen3-8B, not for this model"),
-        ("fixed-48", ""),
-    ]:
-        with pytest.raises(EngineDied):
-            trainer.train(settings(byte_model, tmp_path / schedule, schedule))
-        out = capsys.readouterr()
-        notes = [line for line in (out.out + out.err).splitlines() if "calibrated" in line]
-        assert notes == [said] * bool(said)
-
-
 def test_lossless_rollouts_are_dense_to_the_trainer(tmp_path, byte_model):
     engine = {"lossless": True, "server_args": {"speculative_num_draft_tokens": 5}}
     setup = prepare(settings(byte_model, tmp_path, "auto", engine=engine))
@@ -139,21 +98,6 @@ def test_lossless_rollouts_are_dense_to_the_trainer(tmp_path, byte_model):
         "speculative_algorithm": "SPARROW",
         "speculative_num_draft_tokens": 5,
     }
-
-
-def test_dense_rollouts_may_name_what_they_attend_with(tmp_path):
-    engine = {"schedule": "dense", "server_args": {"attention_backend": "torch_native"}}
-    setup = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}, engine=engine))
-    assert setup.schedule is None and setup.engine.server_args == engine["server_args"]
-
-
-def test_rules_that_model_or_engine_cannot_follow_are_refused_by_their_key(tmp_path):
-    """The embedded model has 30 layers."""
-    path = tmp_path / "ruled.json"
-    RULED.save(path)
-    base = {"run_dir": tmp_path / "run", "task": {"name": "story"}}
-    with pytest.raises(InputError, match="engine.schedule: schedule ruled: .* model's 30 layers"):
-        prepare(TrainConfig(**base, engine={"schedule": str(path)}))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.log import RunLog, response_rows, step_line
+from sparrow_sglang.rl.runs.log import RunLog, response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
 
@@ -95,30 +95,3 @@ def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) 
     log.write(2, {"loss": 0.3, "eval/pass_rate": 0.6})
     log.close()
     assert written() == [*ended[:2], {"step": 2, "loss": 0.3, "eval/pass_rate": 0.6}]
-
-
-def test_the_line_of_a_step_says_where_nothing_was_sparse_or_learnt() -> None:
-    metrics = {
-        "critic/score/mean": 0.5,
-        "response_length/mean": 40.0,
-        "response_length/clip_ratio": 0.25,
-        "sparrow/kv_tokens_read": 57.0,
-        "sparrow/kv_tokens_cached": 57.0,
-        "sparrow/rollout_tokens_per_s": 10.0,
-        "actor/optimizer_steps": 0.0,
-        "actor/skipped_steps": 0.0,
-        "timing_s/step": 1.0,
-    }
-    line = step_line(6, 8, metrics)
-    assert line.startswith("step 6 (7/8), reward 0.500") and "truncated 25%" in line
-    dense = step_line(6, 8, metrics, dense=True)
-    assert ", dense," in dense and "nothing sparse" not in dense
-    for words in ("p05 acceptance –,", "nothing sparse: all lengths are within the budget"):
-        assert words in line
-    assert "no gradient: all groups equal" in line and "failed" not in line
-    failed = {"sparrow/reward_errors": 2.0, "sparrow/reward_timeouts": 1.0}
-    assert "3 rewards failed" in step_line(6, 8, metrics | failed)
-    sparse = {"sparrow/kv_tokens_cached": 90.0, "sparrow/accept_p05": 0.9}
-    line = step_line(6, 8, metrics | sparse | {"actor/optimizer_steps": 1.0})
-    assert "p05 acceptance 0.900, KV read 57 of 90 tokens" in line
-    assert "nothing sparse" not in line and "no gradient" not in line

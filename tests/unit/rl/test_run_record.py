@@ -4,8 +4,6 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
@@ -32,11 +30,3 @@ def test_a_start_replaces_those_whose_steps_it_takes_again(tmp_path: Path) -> No
         record_start(config, config.engine, step, None)
         noted.append([start["step"] for start in read_starts(tmp_path / RUN_FILE)])
     assert noted == [[0], [0, 3], [0, 3, 5], [0, 3], [0, 3, 8], [0]]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"starts": 3}', '{"starts": [{"step": "1"}]}'])
-def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
-    path = tmp_path / RUN_FILE
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"{path}: is damaged; expected"):
-        read_starts(path)

@@ -167,25 +167,6 @@ def test_attention_by_blocks_is_attention_by_rows(heads, prompt, length, monkeyp
     torch.testing.assert_close(sparse_policy.sparse_attention(*arguments), expected)
 
 
-def test_the_published_rule_selects_bit_for_bit_by_the_mean_query_and_the_pages_mean(monkeypatch):
-    """The scores are compared, in the order of operations in which they were always computed."""
-    (query, key, _), spans, prompts = case((9, 3, 64), 127, 513)
-    late, scored = ((127, 513),), []
-    keep = sparse_policy.kept_pages
-
-    def remember(scores, *arguments):
-        scored.append(scores)
-        return keep(scores, *arguments)
-
-    monkeypatch.setattr(sparse_policy, "kept_pages", remember)
-    query, key = query[:, :, 127:513], key[:, :, :513]
-    list(SparseRule(GROWING, prompts).selected_pages(query, key, late, 2))
-    means = key[:, :, :512].unflatten(2, (32, 16)).mean(3)
-    mean_query = query.unflatten(1, (3, 3)).mean(2)
-    expected = (mean_query @ means.transpose(2, 3)).transpose(1, 2).flatten(0, 1)
-    assert torch.equal(torch.cat(scored)[..., :32], expected)
-
-
 def test_under_autocast_pages_are_selected_by_rounded_keys():
     """The server selects them so: its keys, queries and landmarks are bf16."""
     tensors, spans, prompts = case((4, 2, 16), 20, 400)

@@ -18,14 +18,12 @@ from training import optimizer_steps
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.report import json_lines
 from sparrow_sglang.rl import evaluation, learner, loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run as run_module
-from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
@@ -149,74 +147,6 @@ def test_gradients_that_are_not_finite_cost_their_steps_and_end_the_run_with_a_c
     assert rows(tmp_path / "run")[-1]["actor/skipped_steps"] == 0
 
 
-def test_a_tempered_run_needs_tempered_logprobs(
-    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")
-    config = settings(model, tmp_path / "run")
-    config["rollout"] |= {"temperature": 0.7}
-    with pytest.raises(ValueError, match=r"rollout.temperature=0.7 with SGLANG_RETURN_ORIGINAL"):
-        trainer.prepare(TrainConfig.parse(config))
-    config["rollout"] |= {"temperature": 1.0}
-    trainer.prepare(TrainConfig.parse(config))
-
-
-def test_output_in_a_file_is_one_line_a_step_and_an_evaluation(
-    model: str,
-    tmp_path: Path,
-    stand_ins: list[Sampler],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = settings(model, tmp_path / "run", steps=1, evaluation={"every_steps": 1, "prompts": 2})
-    trainer.train(TrainConfig.parse(config))
-    captured = capsys.readouterr()
-    assert "rollout" not in captured.err
-    *notes, before, step, after = captured.out.splitlines()
-    assert any("dense" in note for note in notes)
-    assert before.startswith("after 0 steps: held-out pass rate 0.")
-    assert step.startswith("step 0 (1/1), reward ") and ", dense, " in step
-    assert after.startswith("after 1 steps: held-out pass rate 0.")
-
-
-def test_a_run_stopped_before_its_first_step_says_that_nothing_was_saved(
-    model: str,
-    tmp_path: Path,
-    stand_ins: list[Sampler],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(*args: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    # Python raises this on the signal, unless the process was started with the signal ignored.
-    def press_ctrl_c(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f'run_dir = "{tmp_path}/run"\n[task]\nname = "{ascii_task.NAME}"\n'
-        f'[model]\npath = "{model}"\n'
-        '[engine]\nschedule = "dense"\n[rollout]\nmax_prompt_tokens = 64\nmax_new_tokens = 12\n'
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", interrupted)
-        assert main(["train", str(path)]) == 130
-    said = capsys.readouterr().err
-    assert "nothing was saved; start again with the same command" in said
-    assert "--resume" not in said
-    # The same command does start again: nothing was left that prevents it.
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "prepare", press_ctrl_c)
-        assert main(["train", str(path)]) == 130
-    assert "nothing was saved" in capsys.readouterr().err
-    # A rank that died has left its steps without a checkpoint.
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train", press_ctrl_c)
-        assert main(["train", str(path), "--resume"]) == 130
-    assert "no checkpoint was saved; --resume begins again" in capsys.readouterr().err
-
-
 def same_for_some(prompt: Prompt, text: str) -> float:
     return 0.0 if int(prompt.id) % 3 == 0 else ascii_task.reward(prompt, text)
 
@@ -313,34 +243,6 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     assert kept == {"step-000002", "step-000004"}
 
 
-@pytest.mark.parametrize("truncated", ["mask", "penalty"])
-def test_truncated_responses_are_masked_or_lose_their_reward(
-    model: str, tmp_path: Path, stand_ins: list[Sampler], truncated: str
-) -> None:
-    """The stand-in for the engine cuts every response."""
-    config = settings(model, tmp_path / "run", steps=1)
-    config["rollout"] |= {"truncated": truncated}
-    trainer.train(TrainConfig.parse(config))
-    (row,) = rows(tmp_path / "run")
-    assert row["response_length/clip_ratio"] == 1.0 and row["actor/optimizer_steps"] == 0.0
-    if truncated == "penalty":
-        assert row["critic/score/max"] == 0.0 and row["sparrow/zero_std_fraction"] == 1.0
-    else:
-        assert row["critic/score/max"] > 0.0 and row["sparrow/zero_std_fraction"] < 1.0
-
-
-def test_a_step_is_saved_even_if_its_log_cannot_be_written(
-    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Any, *rows: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(RunLog, "keep", full)
-    with pytest.raises(OSError, match="No space left"):
-        trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
-    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoints/step-000001"
-
-
 def test_a_policy_that_may_have_been_updated_in_part_is_not_saved(
     model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,21 +288,6 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
     said = capfd.readouterr().err
     assert "stopping after the update of step 0; Ctrl-C again stops at once, without it" in said
     assert "Traceback" not in said
-
-
-def test_other_training_prompts_are_refused_on_resume(
-    model: str, tmp_path: Path, stand_ins: list[Sampler]
-) -> None:
-    data = tmp_path / "train.jsonl"
-    lines = [f'{{"prompt": "{a} + {a}?", "answer": "{2 * a}"}}\n' for a in range(8)]
-    data.write_text("".join(lines))
-    config = settings(model, tmp_path / "run", steps=1)
-    config["task"] = {"name": "math", "train_path": str(data), "reward_workers": 1}
-    config["rollout"] |= {"max_prompt_tokens": 400}
-    trainer.train(TrainConfig.parse(config))
-    data.write_text("".join(lines[1:]))
-    with pytest.raises(InputError, match="the training prompts of task 'math' are not those"):
-        trainer.train(TrainConfig.parse(config | {"steps": 2}), resume=True)
 
 
 def test_each_held_out_set_has_a_pass_rate_and_each_task_its_reward(
