@@ -15,7 +15,6 @@ from engines import start_engine
 from servers import start_server
 
 FOLDER = Path(__file__).parents[2] / "examples"
-SMALL = ("serve_and_ask.py", "offline_engine.py")
 SERVED = {"skip_tokenizer_init": False, "grammar_backend": "none", "sparrow_schedule": "fixed-64"}
 
 
@@ -67,6 +66,10 @@ def test_offline_engine(
     import sglang
 
     with ExitStack() as stack:
+        # The example's own shutdown would end the servers of other tests, too.
+        monkeypatch.setattr(
+            "sglang.srt.entrypoints.engine.kill_process_tree", lambda *_, **__: None
+        )
         monkeypatch.setattr(
             sglang,
             "Engine",
