@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import transformers
@@ -173,36 +172,16 @@ def test_rates_along_a_given_response_are_those_of_that_response(
         np.testing.assert_allclose(tokens.rates, expected, atol=1e-4)
 
 
-def _run_in_child(argv: list[str], kill_after_batches: int | None, report: Path) -> None:
-    """A calibration in a session of its own; optionally its scheduler dies midway."""
+def _run_in_child(argv: list[str], report: Path) -> None:
+    """A calibration in a session of its own."""
     os.setsid()
     measure.running_engine = forked_engine  # type: ignore[assignment]
-    if kill_after_batches is not None:
-        add, seen = WorkFolder.add, []
-
-        def add_then_kill(self: WorkFolder, units: Any) -> None:
-            add(self, units)
-            seen.append(units)
-            if len(seen) == kill_after_batches:
-                for child in psutil.Process().children():
-                    child.kill()
-
-        WorkFolder.add = add_then_kill  # type: ignore[method-assign]
     with open(report, "w") as log, redirect_stderr(log):
         code = cli.main(argv)
     os._exit(code)
 
 
-def _start(argv: list[str], kill_after_batches: int | None, report: Path) -> Any:
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=_run_in_child, args=(argv, kill_after_batches, report))
-    child.start()
-    return child
-
-
-def test_signals_and_a_dead_engine_lose_only_the_open_batch(
-    calibrated: Path, model: str, tmp_path: Path
-) -> None:
+def test_signals_lose_only_the_open_batch(calibrated: Path, model: str, tmp_path: Path) -> None:
     # `calibrated` has imported all that a forked child needs.
     words = command(model, calibrated / "p.jsonl", "--samples", "1", "--min-tokens", "100")
     sizes = [*BUDGETS[:4], "--budgets", "64", "96", "--batch", "8", "--new-tokens", "40"]
@@ -210,7 +189,9 @@ def test_signals_and_a_dead_engine_lose_only_the_open_batch(
     argv = [*words, *sizes, *out]
 
     def signalled_after(batches: int, number: int) -> int:
-        child = _start(argv, None, tmp_path / "log")
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=_run_in_child, args=(argv, tmp_path / "log"))
+        child.start()
         deadline = time.monotonic() + 120
         while len(list((tmp_path / "w").glob("batch-*.parquet"))) < batches:
             assert child.is_alive() and time.monotonic() < deadline, (tmp_path / "log").read_text()
@@ -222,12 +203,6 @@ def test_signals_and_a_dead_engine_lose_only_the_open_batch(
     assert signalled_after(1, signal.SIGTERM) == 128 + signal.SIGTERM
     assert signalled_after(2, signal.SIGKILL) == -signal.SIGKILL
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w").glob("batch-*.parquet")}
-
-    child = _start(argv, 1, tmp_path / "log")
-    child.join(120)
-    assert child.exitcode == 2
-    assert "the engine failed" in (message := (tmp_path / "log").read_text().splitlines()[-1])
-    assert "generations are kept" in message
 
     assert cli.main(argv) == 0
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())

@@ -16,7 +16,6 @@ from engines import random_prompt, save_tiny_model
 from oracle import ContractModel
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.schedule import BudgetSchedule
@@ -162,17 +161,6 @@ def test_every_replica_decodes_as_the_contract_says(
         assert_decoded_under(64, sample(engine, rank), oracles)
         assert_decoded_under(160, sample(engine, rank, schedule="fixed-160"), oracles)
         assert_decoded_under(None, sample(engine, rank, dense=True), oracles)
-
-
-def test_a_schedule_is_switched_on_every_rank(
-    engine: LocalEngine, layout: str, oracles: dict[int | None, ContractModel]
-) -> None:
-    for tokens in (160, 64):
-        set_schedule(engine.engine, f"fixed-{tokens}")
-        # `get_schedule` compares the schedules of all ranks.
-        assert get_schedule(engine.engine).name == f"fixed-{tokens}"
-        for rank in replicas(layout):
-            assert_decoded_under(tokens, sample(engine, rank), oracles)
 
 
 def test_requests_of_every_replica_are_audited(

@@ -67,17 +67,6 @@ def test_a_killed_conversion_leaves_no_model_and_a_real_one_cleans_up(own_cache:
 # -- what is in it; uses the checkpoint in the user's cache
 
 
-def test_the_tokenizer_splits_digits_and_gives_back_every_text() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(models.embedded_model())
-    # Numbers are split before merging, so the spaces in front of one stay together.
-    assert tokenizer.tokenize("in  2024") == ["in", "ĠĠ", "2", "0", "2", "4"]
-    assert tokenizer("a<|im_end|>").input_ids[-1] == 2
-    text = "It's 12,345 words;\n\n\tnaïve café — 漢字 🐦  <|im_start|>x"
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
 @pytest.mark.slow
 def test_weights_are_those_of_the_package_and_it_answers() -> None:
     import torch

@@ -2,18 +2,12 @@
 
 import argparse
 import asyncio
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import start_engine
-from small_benchmarks import ROLLOUT
 
-from sparrow_sglang.benchmarks import common
-from sparrow_sglang.benchmarks.common import Side
 from sparrow_sglang.benchmarks.rollout import Request, make_requests, replay
-from sparrow_sglang.commands import cli
 
 
 async def abort_once_running(manager: Any) -> None:
@@ -63,46 +57,3 @@ def test_every_sequence_runs_to_its_own_length(
         ended = sum(end <= point["s"] for end in result["ended_s"])
         assert point["unfinished"] == len(lengths) - ended
         assert point["running"] <= point["unfinished"]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run each side here on a forked engine, to save half a minute of imports; returns names."""
-    sides: list[str] = []
-
-    def run(function: Any, compared: Any, side: Side, options: Any) -> bool:
-        sides.append(side.name)
-        function(compared, side, options)
-        return True
-
-    def engine(model_path: str, **arguments: Any) -> Any:
-        return start_engine(model_path, **arguments)
-
-    monkeypatch.setattr(common, "in_fresh_process", run)
-    monkeypatch.setattr("sglang.Engine", engine)
-    return sides
-
-
-def test_both_sides_serve_the_same_requests_and_come_into_one_file(
-    tiny_qwen3: str, tmp_path: Path, in_this_process: list[str]
-) -> None:
-    out = tmp_path / "rollout.json"
-    words = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT, "--out", str(out)]
-    assert cli.main(["bench", "rollout", *words]) == 0
-    assert in_this_process == ["sparse", "dense"]
-    result = json.loads(out.read_text())
-    sparse, dense = result["rows"]
-    assert [sparse["backend"], dense["backend"]] == ["sparrow", "torch_native"]
-    assert [sparse["schedule"], dense["schedule"]] == ["fixed-64", None]
-    for row in (sparse, dense):
-        assert row["output_tokens"] == sum(result["lengths"])
-        assert row["longest"] == max(result["lengths"])
-        assert row["curve"][-1]["tokens"] == row["output_tokens"]
-        assert 0 < row["first_token_median_s"] <= row["first_token_last_s"] < row["seconds"]
-    assert result["compared"] == {
-        "speedup": pytest.approx(sparse["tokens_per_s"] / dense["tokens_per_s"]),
-        "first_token_speedup": pytest.approx(
-            dense["first_token_last_s"] / sparse["first_token_last_s"]
-        ),
-    }
-    assert {"device", "packages", "commit", "command"} <= set(result)

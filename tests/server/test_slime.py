@@ -109,10 +109,3 @@ class TestSlime:
         assert server_args.sparrow_schedule == "qwen3-4b-0.86"
         assert server_args.sparrow_audit_rate == 0.5
         assert server_args.page_size == 16
-
-    def test_a_server_of_ours_is_found(self, url: str) -> None:
-        from slime.backends.sglang_utils.external import discover_external_engines
-
-        [found] = discover_external_engines([url.removeprefix("http://")])
-        assert (found.url, found.worker_type, found.num_gpus) == (url, "regular", 1)
-        assert found.server_info["sparrow_schedule"] == SCHEDULE.name

@@ -1,6 +1,5 @@
 """Files and folders are replaced whole or not at all, and no draft stays."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -28,27 +27,6 @@ def test_what_fails_leaves_the_old_content_and_no_draft(tmp_path: Path, as_folde
     content = target / "part" if as_folder else target
     assert content.read_text() == "second"
     assert list(target.parent.iterdir()) == [target]
-
-
-@pytest.mark.parametrize("as_folder", [False, True])
-def test_a_renaming_that_fails_leaves_the_old_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_folder: bool
-) -> None:
-    target = tmp_path / "result"
-    fill(target, "first", as_folder)
-    rename = os.replace
-
-    def failing(source: Path, to: Path) -> None:
-        if source.name == target.name and to == target:
-            raise OSError("no permission")
-        rename(source, to)
-
-    monkeypatch.setattr("os.replace", failing)
-    with pytest.raises(OSError, match="no permission"):
-        fill(target, "second", as_folder)
-    content = target / "part" if as_folder else target
-    assert content.read_text() == "first"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_drafts_of_killed_processes_are_deleted(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from typing import Any
@@ -31,7 +30,6 @@ from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
-from sparrow_sglang.rl.types import ABORTED
 
 MARK = "SPARROW_TEST_CLUSTER"
 ENVIRONMENT = {
@@ -226,35 +224,6 @@ def require_from_both(engines, model, version: str) -> None:
     # Check each engine's half alone, so that no error can hide behind the other half.
     for half in (first, rest):
         assert error(model, [group for _, group in half]) < FP32
-
-
-def test_engines_with_one_seed_sample_independently(engines) -> None:
-    """Runs first, while both engines have drawn equally often."""
-    groups = engines.generate(PROMPTS[:1] * 2, 1, SAMPLING)
-    assert pids(engines).keys() == {0, 1}
-    assert groups[0].rollouts[0].response_ids != groups[1].rollouts[0].response_ids
-
-
-def test_both_engines_stop_and_go_on(engines, model) -> None:
-    (group,) = engines.generate(PROMPTS[:1], 1, Sampling(max_new_tokens=390))
-    longer = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
-    asked, done, groups = [longer, *begun(PROMPTS * 2, 1)], [], {}
-    long = Sampling(max_new_tokens=400)
-    stream = engines.stream(asked, long, should_stop=lambda: bool(done))
-    for position, group in stream:
-        groups[position] = group
-        done += [position] if group.finished else []
-    assert sorted(groups) == list(range(7)) and done == [0]
-    lengths = [groups[position].tokens for position in range(7)]
-    assert lengths[0] == 400 and min(lengths[1:]) > 0
-    left = [groups[position] for position in range(1, 7)]
-    limit = Sampling(max_new_tokens=max(lengths[1:]) + 5)
-    gone_on = dict(engines.stream(left, limit))
-    assert all(group.finished for group in gone_on.values())
-    for position, group in enumerate(left):
-        before, after = group.rollouts[0], gone_on[position].rollouts[0]
-        assert after.response_ids[: len(before.response_ids)] == before.response_ids
-    assert error(model, gone_on.values()) < FP32
 
 
 def test_after_an_update_both_engines_sample_from_the_new_weights(

@@ -11,9 +11,7 @@ from configs import save_config
 from sparrow_sglang.attention_backends import kernels
 from sparrow_sglang.attention_backends.kernel_limits import (
     kernel_problems,
-    rule_problems,
 )
-from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
@@ -104,24 +102,6 @@ def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
         server_args._check_resolved(args)
-
-
-@pytest.mark.parametrize(("pairs", "fits"), [(None, True), (16, True), (12, False)])
-def test_selection_rules_that_the_kernels_are_not_built_for(pairs: int | None, fits: bool):
-    schedule = BudgetSchedule(
-        name="mine",
-        page_size=16,
-        bin_tokens=16,
-        budget_tokens=(128,),
-        selection={
-            "landmark_tokens": 4,
-            "landmark_bits": 4,
-            "landmark_pairs": pairs and [[[*range(pairs)]]],
-            "group_score": "best_head",
-        },
-    )
-    problems = rule_problems(schedule)
-    assert [f"landmark_pairs={pairs}" in problem for problem in problems] == [True] * (not fits)
 
 
 def test_every_kernel_can_be_compiled_beside_sglang() -> None:

@@ -2,18 +2,15 @@
 
 import argparse
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from command_lines import refusal
 from small_benchmarks import ROLLOUT
 
 from sparrow_sglang.benchmarks import common
-from sparrow_sglang.benchmarks.rollout import SIGMA, make_requests, synthetic_lengths
+from sparrow_sglang.benchmarks.rollout import make_requests, synthetic_lengths
 from sparrow_sglang.commands import cli
 
 
@@ -26,18 +23,6 @@ def test_synthetic_lengths_have_their_mean_and_stop_at_the_cut_off(count: int, m
     again = synthetic_lengths(count, mean, 32768, seed=2)
     assert sorted(again) == sorted(lengths)
     assert mean == 1 or again != lengths
-
-
-def test_synthetic_lengths_follow_the_cut_off_log_normal_law() -> None:
-    lengths = np.sort(synthetic_lengths(4000, 8192, 32768, seed=0))
-    # Draws of the distribution itself, with the same median; longer ones get the cut-off's length.
-    draws = np.random.default_rng(0).lognormal(math.log(np.median(lengths)), SIGMA, 400_000)
-    draws = np.minimum(draws, 32768)
-    assert draws.mean() == pytest.approx(8192, rel=0.01)
-    quantiles = [0.01, 0.1, 0.5, 0.9, 0.97, 0.99]
-    np.testing.assert_allclose(
-        np.quantile(lengths, quantiles), np.quantile(draws, quantiles), rtol=0.02
-    )
 
 
 def test_eight_sequences_share_a_prompt_and_turns_share_the_tokens() -> None:
@@ -78,35 +63,3 @@ def test_what_was_measured_survives_a_side_that_fails(
         assert content["compared"] is None
     else:
         assert "1.00x as fast as dense to the first tokens, 2.00x to the last one" in printed
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--sequences", "12"], "--sequences 12: expected a multiple of 8"),
-        (["--sequences", "0"], "--sequences: expected 1 or more, got 0"),
-        (["--mean-tokens", "500"], "--mean-tokens 500: expected 1 or more, and less than"),
-        (["--prompt-tokens", "4050"], "do not fit into the model's context of 4096"),
-        (["--turns", "100"], "--turns 100: expected at most"),
-        (["--turns", "8", "--message-tokens", "600"], "do not fit into the model's context"),
-        (["--engine-args", "[]"], "--engine-args []: expected a JSON object"),
-        (
-            ["--engine-args", '{"tp_sise": 2}'],
-            "--engine-args: tp_sise is no argument of SGLang: did you mean 'tp_size'",
-        ),
-        (["--schedule", "fixed-60"], "60"),
-        (["--dense-backend", "sparrow"], "--dense-backend sparrow: expected a dense backend"),
-        (["--model-path", "/nowhere"], "--model-path /nowhere: no such folder"),
-        (["--out", "/proc/no/such.json"], "--out /proc/no/such.json: cannot be written"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line_before_an_engine_starts(
-    words: list[str],
-    message: str,
-    tiny_qwen3: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(common, "in_fresh_process", None)
-    usual = ["--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT]
-    assert message in refusal(["bench", "rollout", *usual, *words], capsys)

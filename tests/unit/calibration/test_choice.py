@@ -135,8 +135,3 @@ def test_a_check_without_a_judged_token_does_not_hold() -> None:
         report = check_schedule(dense, 0.8, generations, 500)
         assert report["holds"] is False
         assert [row["verdict"] for row in report["bins"][:3]] == ["dense"] * 3
-
-
-def test_no_filled_bin_is_refused() -> None:
-    with pytest.raises(CalibrationError):
-        choose(MeasuredTails({64: {1: tail(1, 0.9, tokens=10)}}, BIN, 500), 0.8, 2)

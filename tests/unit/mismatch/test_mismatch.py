@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from sparrow_sglang.mismatch.acceptance import (
     acceptance_bounds,
@@ -134,41 +133,6 @@ class TestBounds:
         if sparse_k >= vocab and dense_k >= vocab:
             np.testing.assert_allclose(lower, exact, atol=1e-9)
             np.testing.assert_allclose(upper, exact, atol=1e-9)
-
-    @settings(max_examples=60, deadline=None)
-    @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3))
-    def test_upper_bound_is_the_best_case_of_a_linear_program(
-        self, seed: int, sparse_k: int, dense_k: int
-    ) -> None:
-        """`upper` is the largest overlap of all pairs with these lists, which SciPy finds."""
-        random = np.random.default_rng(seed)
-        vocab = 7
-        sparse, dense = random.dirichlet(np.full(vocab, 0.7), size=2)
-        lists = (*top_k(sparse[None], sparse_k), *top_k(dense[None], dense_k))
-        upper = acceptance_bounds(*lists, vocab_size=vocab).upper[0]
-
-        # Unknowns: sparse, dense, and their minimum m <= either, per token; maximise the sum of m.
-        limits = [(0.0, 1.0)] * (3 * vocab)
-        for side, (ids, logprobs) in enumerate((lists[:2], lists[2:])):
-            known = dict(zip(ids[0].tolist(), np.exp(logprobs[0]).tolist(), strict=True))
-            for token in range(vocab):
-                value = known.get(token)
-                limits[side * vocab + token] = (
-                    (0.0, min(known.values())) if value is None else (value, value)
-                )
-        eye, zero = np.eye(vocab), np.zeros((vocab, vocab))
-        at_most = np.block([[-eye, zero, eye], [zero, -eye, eye]])
-        sums = np.kron(np.array([[1, 0, 0], [0, 1, 0]]), np.ones(vocab))
-        best = linprog(
-            -np.r_[np.zeros(2 * vocab), np.ones(vocab)],
-            A_ub=at_most,
-            b_ub=np.zeros(2 * vocab),
-            A_eq=sums,
-            b_eq=np.ones(2),
-            bounds=limits,
-        )
-        assume(best.status == 0)
-        assert upper == pytest.approx(-best.fun, abs=1e-7)
 
     def test_many_positions_go_through_in_blocks(self) -> None:
         random = np.random.default_rng(5)

@@ -72,15 +72,6 @@ def test_an_fp8_cache_is_read_faster(plan: Plan) -> None:
     assert halved < 0.9 * whole
 
 
-def test_lengths_stay_within_the_models_context(plan: Plan, tmp_path: Path) -> None:
-    config = json.loads((MODELS / "qwen3-1.7b" / "config.json").read_text())
-    for context, expected in ((8192, [2048, 4096, 8192]), (1024, [1024])):
-        (tmp_path / "config.json").write_text(
-            json.dumps(config | {"max_position_embeddings": context})
-        )
-        assert list(rows(plan(model=str(tmp_path)))) == expected
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -273,16 +273,6 @@ class TestRunner:
     def test_plain_attention(self, problems):
         assert problems({}) == []
 
-    def test_the_pool_beside_linear_attention(self, problems):
-        from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
-
-        pool = object.__new__(HybridLinearKVPool)
-        pool.full_kv_pool = object.__new__(MHATokenToKVPool)
-        pool.full_kv_pool.kv_cache_layout = "nhd"
-        assert problems({}, token_to_kv_pool=pool) == []
-        [fp8] = problems({}, token_to_kv_pool=pool, kv_cache_dtype=torch.float8_e4m3fn)
-        assert fp8.startswith("FP8 KV cache with linear attention or sliding windows in a pool of")
-
     @pytest.mark.parametrize(
         ("name", "value", "shown"),
         [

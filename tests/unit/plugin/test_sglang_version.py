@@ -141,23 +141,6 @@ class TestProbes:
                 )
             )
 
-    def test_targets_that_a_hook_could_not_await_iterate_over_or_tell(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        by_name = {
-            hook.target.rpartition(".")[2]: hook for hook in (*hooks.HOOKS, *hooks.CPU_HOOKS)
-        }
-        changed = {
-            "flush_cache": "is no coroutine function",
-            "generate_request": "is no asynchronous generator",
-            "init_model_parallel_group": "takes (ranks), expected (*use_pynccl)",
-        }
-        monkeypatch.setattr(hooks.pkgutil, "resolve_name", lambda name: lambda ranks, obj=None: 0)
-        monkeypatch.setattr(hooks, "located", lambda target: target)
-        for name, problem in changed.items():
-            [said] = hooks.failing_probes([by_name[name]])
-            assert problem.replace("(ranks)", "(ranks, obj)") in said
-
     def test_an_attribute_of_attention_that_nobody_has_looked_at(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -140,17 +140,6 @@ def test_a_tail_below_the_target_is_remarked(run: Path, tmp_path: Path) -> None:
     assert 0 < below and f"in {below} of {STEPS} steps" in facts["lowest tail"]
 
 
-def test_alarms_and_skipped_steps_are_facts_of_a_run(run: Path, tmp_path: Path) -> None:
-    rows = metrics_of(run)
-    for row in rows[:STEPS]:
-        row["sparrow/collapse_alarm"] = float(row["step"] >= 11)
-        row["actor/skipped_steps"] = float(row["step"] == 4) * 2
-    rewrite(tmp_path, rows)
-    facts = report(tmp_path, tmp_path / "r.html").facts
-    assert facts["ALARM, the policy may be collapsing"] == "1 steps, the first is 11"
-    assert facts["optimizer steps skipped, gradient not finite"] == "2"
-
-
 def test_a_calibration_says_what_its_schedules_say(
     calibration: Path, calibration_page: Page
 ) -> None:

@@ -1,6 +1,5 @@
 """What rollouts get of an adapter: what measures best, and nothing of one that does harm."""
 
-import copy
 from dataclasses import replace
 
 import numpy as np
@@ -92,16 +91,6 @@ def test_half_an_adapter_is_measured_and_saved_as_it_is_delivered(sharp_llama, t
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
     # Afterwards the policy is what it was.
     assert all(map(torch.equal, before, (weight for _, weight in policy.named_weights())))
-
-
-def test_the_scale_and_its_measurements_survive_a_checkpoint(sharp_llama):
-    adapter = SparseAdapter(new_policy(sharp_llama), settings())
-    adapter.scale, adapter.gains = 0.5, [{"p": (7, 0, 0, 2)}]
-    saved = copy.deepcopy(adapter.state_dict())
-    restored = SparseAdapter(new_policy(sharp_llama), settings())
-    assert restored.scale == 0
-    restored.load_state_dict(saved)
-    assert (restored.scale, restored.gains) == (0.5, adapter.gains)
 
 
 def measured(*shares: float, prompts: int = 8, tokens: int = 500) -> list[Acceptance]:

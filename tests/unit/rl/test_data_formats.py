@@ -108,17 +108,6 @@ def test_code_rows_are_read_by_their_columns(
     assert payload["fn_name"] == function
 
 
-def test_a_mixture_gives_each_task_its_rows(tmp_path: Path) -> None:
-    rows = [verl_row("34"), EURUS | {"reward_model": {"ground_truth": json.dumps(ADD)}}]
-    path = jsonl(tmp_path / "a.jsonl", rows)
-    for name, field in (("math", "answer"), ("code", "tests")):
-        task = load(name, path)
-        assert len(task.train) == 1 and field in task.train[0].payload
-        assert "1 of another kind" in task.notes[0]
-    parts = {name: {"name": name, "train_path": str(path)} for name in ("math", "code")}
-    assert [prompt.task for prompt in load("mix", options=parts).train] == ["math", "code"]
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -78,11 +78,6 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(meta, message) -> None:
         taken(begun(), answer([5, 6], **meta), sampling)
 
 
-def test_a_response_cut_short_by_a_small_pool_is_refused() -> None:
-    with pytest.raises(RolloutError, match="max_total_tokens"):
-        taken(begun(), answer([5, 6]), Sampling(max_new_tokens=3))
-
-
 def test_an_aborted_response_goes_on_without_its_last_token() -> None:
     """The last token may have ended the response, which an abort does not say."""
     sampling = Sampling(max_new_tokens=4)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import learner
-from sparrow_sglang.rl.config import TaskConfig, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.setup import prepare
-from sparrow_sglang.rl.tasks import TASKS, load_task
 
 ENGINE = 'engine = { schedule = "fixed-48", server_args = { %s } }'
 SHORT = "rollout = { max_new_tokens = 99 }\n"
@@ -64,20 +62,6 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("sparrow train: error: ") and field in line
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("sets", [{}, {"": ()}, {"a": (1,), "b": ()}])
-def test_prompts_to_evaluate_are_expected_where_there_is_an_evaluation(
-    tmp_path, monkeypatch, byte_model, sets
-):
-    task = load_task(TaskConfig(name="story", options={"train": 4, "heldout": 4}), lambda _: (1,))
-    heldout = {name: task.heldout if prompts else () for name, prompts in sets.items()}
-    monkeypatch.setitem(TASKS, "own", lambda *_: replace(task, heldout=heldout))
-    config = settings(byte_model, tmp_path / "run", "fixed-48", task={"name": "own"})
-    with pytest.raises(InputError, match="held-out"):
-        prepare(config)
-    never = config.evaluation.model_copy(update={"every_steps": 0, "max_new_tokens": 10**6})
-    assert prepare(config.model_copy(update={"evaluation": never})).train == task.train
 
 
 def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
