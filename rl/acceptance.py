@@ -18,10 +18,7 @@ MIN_PROMPTS = 8
 @dataclass(frozen=True, eq=False)
 class Acceptance:
     """Rates [N] float64 of the sampled tokens of `rollouts`, concatenated, under one schedule.
-
-    `bins` [N] int64 are those of `token_bins`: tokens that no sparse step has decoded count
-    nowhere. `owners` [N] int64 are indices into `rollouts`.
-    """
+    `bins` [N] int64 are those of `token_bins`; `owners` [N] int64 index `rollouts`."""
 
     rollouts: tuple[Rollout, ...]
     rates: NDArray[np.float64]
@@ -47,7 +44,6 @@ class Acceptance:
         return self.bins != NOT_COUNTED
 
     def metrics(self) -> dict[str, float]:
-        """`acceptance_metrics` of the rates."""
         return acceptance_metrics(self.rates, self.bins)
 
     def tails(self) -> dict[tuple[str, int], float]:
@@ -60,13 +56,9 @@ class Acceptance:
 
 
 def acceptance_metrics(alpha: ArrayLike, bins: ArrayLike) -> dict[str, float]:
-    """Tail percentile and mean of exact acceptance rates, over all tokens and per position bin.
-
-    `alpha` [N] comes from both full distributions, never from sampled ratios; `bins` [N] are those
-    of `token_bins`. The percentile is the ceil(N / 20)-th smallest. Empty if no token counts, as
-    then nothing was decoded sparsely. Raises `ValueError` on shapes that differ and on rates
-    outside [0, 1].
-    """
+    """Tail percentile and mean of exact acceptance rates `alpha` [N], in all and per bin of
+    `token_bins`. Empty if no token was decoded sparsely. Raises `ValueError` on shapes that differ
+    and on rates outside [0, 1]."""
     rates, places = np.asarray(alpha, np.float64), np.asarray(bins, np.int64)
     inside = (rates >= 0) & (rates <= 1 + 1e-5)
     if rates.ndim != 1 or rates.shape != places.shape or not inside.all():

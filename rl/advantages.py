@@ -13,17 +13,13 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Advantages:
-    """Advantages of a batch of groups.
-
-    `values` holds one float64 array [n] per group. `in_loss` [n] says which responses the loss
-    takes: those with a reward, in groups where rewards differ.
-    """
+    """`values` holds one float64 array [n] per group. `in_loss` [n] are the responses that the loss
+    takes: those with a reward, in groups where rewards differ."""
 
     values: tuple[NDArray[np.float64], ...]
     in_loss: tuple[NDArray[np.bool_], ...]
 
     def metrics(self) -> dict[str, float]:
-        """Number and share of groups left out of the loss."""
         left_out = sum(not group.any() for group in self.in_loss)
         return {
             "sparrow/zero_std_groups": float(left_out),
@@ -32,12 +28,9 @@ class Advantages:
 
 
 def group_advantages(rewards: Sequence[Rewards], std_normalisation: bool = True) -> Advantages:
-    """Reward minus the group's mean, divided by the group's standard deviation + 1e-6 if asked.
-
-    Both are of the rewards that are not missing; the standard deviation is the sample's (n - 1).
-    Raises `ValueError` on no groups, on groups of fewer than two samples and on rewards that are
-    not finite.
-    """
+    """Reward minus the group's mean, divided by the sample standard deviation (n - 1) + 1e-6 if
+    configured, both over the known rewards. Raises `ValueError` on no groups, on groups of fewer
+    than two samples and on rewards that are not finite."""
     if not rewards:
         raise ValueError("rewards hold no groups: expected at least one")
     for index, group in enumerate(rewards):

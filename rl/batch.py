@@ -21,12 +21,9 @@ def evenly(number: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Responses of S rollouts, concatenated, with N tokens in all.
-
-    `rollout_logprobs` [N] fp32 come from the sparse actor, `advantages` [N] fp32 repeat the
-    advantage of a response for each of its tokens, `group` [S] int64 is the index of each rollout's
-    group, and `in_loss` [S] says which responses the loss takes, see `Advantages`.
-    """
+    """Responses of S rollouts, concatenated, with N tokens in all. `rollout_logprobs` and
+    `advantages` are fp32 [N], `group` is int64 [S], the index of each rollout's group, and
+    `in_loss` bool [S]."""
 
     rollouts: tuple[Rollout, ...]
     rollout_logprobs: torch.Tensor
@@ -36,7 +33,6 @@ class Batch:
 
     @classmethod
     def of(cls, groups: Sequence[Group], advantages: Advantages) -> "Batch":
-        """All responses of `groups`, in their order."""
         sizes = torch.tensor([len(group.rollouts) for group in groups])
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
         lengths = torch.tensor([len(rollout.logprobs) for rollout in rollouts])
@@ -51,11 +47,8 @@ class Batch:
 
     @property
     def segments(self) -> list[TokenSequence]:
-        """For each segment the tokens that were prefilled densely, and those that were sampled.
-
-        The sampled tokens are the same N. The sparse actor sampled them segment by segment, so its
-        distribution must be computed from segments.
-        """
+        """For each segment the tokens prefilled densely and those sampled, N in all. The sparse
+        actor's distribution must be computed from segments, by which it sampled."""
         return [pair for rollout in self.rollouts for pair in rollout.split()]
 
     @property
@@ -64,24 +57,19 @@ class Batch:
         return [len(rollout.logprobs) for rollout in self.rollouts]
 
     def masking_truncated(self) -> "Batch":
-        """The same batch, with responses that were cut at the length limit left out of the loss."""
+        """Leaves responses cut at the length limit out of the loss."""
         whole = torch.tensor([not rollout.truncated for rollout in self.rollouts])
         tokens = whole.repeat_interleave(torch.tensor(self.lengths))
         return replace(self, advantages=self.advantages * tokens, in_loss=self.in_loss & whole)
 
     def sample_evenly(self, count: int) -> "Batch":
-        """At most `count` of the rollouts, evenly spread over the batch.
-
-        Retracted rollouts are left out, as the distribution that the sparse actor sampled them from
-        cannot be computed.
-        """
+        """At most `count` rollouts, evenly spread. Retracted ones are left out: the distribution
+        that they were sampled from cannot be computed."""
         return self._only(self._divided(count)[0])
 
     def holdout_of(self, count: int) -> "Batch":
-        """The rollouts that `sample_evenly(count)` leaves out, or all if it leaves out none.
-
-        Retracted rollouts are left out in either case.
-        """
+        """The rollouts that `sample_evenly(count)` leaves out, or all if it leaves out none; never
+        retracted ones."""
         sampled, left = self._divided(count)
         return self._only(left or sampled)
 
@@ -102,11 +90,9 @@ class Batch:
         )
 
     def mini_batches(self, count: int) -> Iterator[tuple[list[TokenSequence], torch.Tensor]]:
-        """For each optimizer step its sequences, and the indices of their tokens in the batch.
-
-        Groups are split into `count` consecutive mini-batches of equal length. Zero-advantage
-        groups are left out, and so is a mini-batch that holds nothing else.
-        """
+        """For each optimizer step its sequences, and the indices of their tokens. Groups are split
+        into `count` consecutive parts of equal length; zero-advantage groups and empty parts are
+        left out."""
         part = self.group * count // (int(self.group[-1]) + 1)
         for number in range(count):
             sequences, tokens = self.part((part == number) & self.in_loss)
@@ -114,8 +100,7 @@ class Batch:
                 yield sequences, tokens
 
     def part(self, chosen: torch.Tensor) -> tuple[list[TokenSequence], torch.Tensor]:
-        """Sequences of the rollouts `chosen` [S] bool, and the indices of their tokens in the
-        batch."""
+        """Sequences of the rollouts `chosen` [S] bool, and the indices of their tokens."""
         tokens = chosen.repeat_interleave(torch.tensor(self.lengths)).nonzero().flatten()
         rollouts = [self.rollouts[i] for i in chosen.nonzero().flatten().tolist()]
         return [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts], tokens

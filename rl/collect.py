@@ -1,9 +1,6 @@
-"""A step's groups: each is scored as soon as it is complete, while others are still sampled.
-
-With dynamic sampling, a group that teaches nothing is replaced by one of the next prompt in the
-order of the data (DAPO, arXiv:2503.14476). `partial` continues unfinished groups in the next step
-instead.
-"""
+"""A step's groups: each is scored as soon as it is complete, while others are still sampled. With
+dynamic sampling, zero-advantage groups are replaced by those of the next prompts (DAPO,
+arXiv:2503.14476)."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -25,12 +22,9 @@ from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout, known_rewar
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """As many `groups` as the step has prompts, with `rewards` and sub-scores of each.
-
-    Rewards include the penalties of `RolloutConfig`. `tokens` counts all response tokens that were
-    sampled, `replaced` the groups that were replaced by others. The groups `carried` are continued
-    in the next step.
-    """
+    """The groups of a step; `rewards` include the penalties of `RolloutConfig`. `tokens` counts all
+    response tokens sampled, `replaced` the groups replaced by others. `carried` groups are
+    continued in the next step."""
 
     groups: list[Group]
     rewards: tuple[Rewards, ...]
@@ -42,10 +36,8 @@ class Collected:
 
 
 def collect(run: Run, first: int, clock: Clock) -> Collected:
-    """Groups of the step's prompts, from the run's prompt number `first` on.
-
-    The engine has released the device's memory afterwards.
-    """
+    """Groups from the run's prompt number `first` on; the engine has released its memory
+    afterwards."""
     with run.reward_workers.scoring() as scoring:
         sampled = _Sampled(run, scoring, first)
         begun = sampled.begin(run.config.rollout.prompts_per_step)
@@ -74,22 +66,18 @@ class _Sampled:
         self._rewards: dict[int, Rewards] = {}
 
     def begin(self, count: int) -> list[Group]:
-        """Groups without tokens of the next `count` prompts."""
         groups = begin(self._run, self._next, count)
         self._next += count
         self._started += count
         return groups
 
     def add(self, position: int, group: Group) -> None:
-        """Take a complete group, and have it scored."""
         self._groups[position] = group
         self._numbers[position] = self._scoring.add(group)
 
     def more_groups(self, idle: bool) -> list[Group]:
-        """Groups to start in place of zero-advantage groups, up to the limit.
-
-        Waits for all scores if the engine is `idle`: the last groups may have to be replaced, too.
-        """
+        """Replacements for zero-advantage groups, up to the limit. Waits for all scores if the
+        engine is `idle`: the last groups may have to be replaced, too."""
         if self._started == self._limit:
             return []
         if idle:
@@ -98,7 +86,7 @@ class _Sampled:
         return self.begin(min(missing, self._limit - self._started))
 
     def result(self) -> Collected:
-        """The step's groups, once all are scored; zero-advantage groups only to fill the step."""
+        """Zero-advantage groups only fill up the step."""
         zero = self._zero_advantage()
         useful = [position for position in sorted(self._groups) if position not in zero]
         chosen = sorted([*useful, *zero][: self._count])
@@ -120,7 +108,6 @@ class _Sampled:
         )
 
     def _zero_advantage(self) -> list[int]:
-        """Positions of the groups that are known to teach nothing."""
         for position in sorted(self._groups.keys() - self._rewards.keys()):
             rewards = self._scoring.rewards(self._numbers[position])
             if rewards is not None:
@@ -130,22 +117,16 @@ class _Sampled:
 
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
-    """`count` prompts of a run, from the run's prompt number `first` on.
-
-    Every prompt is used once before any is used again, each time in a new order. The order depends
-    on `seed` only, so a resumed run needs to know only how many prompts it has used.
-    """
+    """`count` prompts from the run's prompt number `first` on: all once before any again, each time
+    in a new order that depends on `seed` only."""
     size = len(prompts)
     places = range(first, first + count)
     return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
 
 
 def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
-    """How many groups partial rollouts sample at a time.
-
-    `oversubscribe` is taken as the decimal number that was written: as floats, 50 times 1.1 is
-    above 55.
-    """
+    """`oversubscribe` is taken as the decimal number written: as floats, 50 times 1.1 is above
+    55."""
     return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
 
 
@@ -157,26 +138,20 @@ def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def begin(run: Run, first: int, count: int) -> list[Group]:
-    """Groups without tokens of `count` prompts, from the run's prompt number `first` on."""
     prompts = prompts_from(run.setup.train, first, count, run.config.seed)
     return [Group.begun(prompt, run.config.rollout.samples_per_prompt) for prompt in prompts]
 
 
 def count_finished(run: Run) -> OnFinished:
-    """A function that counts the step's responses on the terminal as they become complete."""
     settings = run.config.rollout
     total = settings.prompts_per_step * settings.samples_per_prompt
     return run.log.responses("rollout", total)
 
 
 def with_penalties(settings: RolloutConfig, rewards: Rewards, group: Group) -> Rewards:
-    """The rewards of a group that advantages are computed from.
-
-    With `truncated = "penalty"` a truncated response has the lowest reward of the group, or 0 if
-    that is lower: never more than a wrong answer. The last `overlong_tokens` before
-    `max_new_tokens` lower a reward linearly by up to `overlong_penalty` (DAPO's soft overlong
-    punishment, arXiv:2503.14476, equation 13).
-    """
+    """With `truncated = "penalty"` a truncated response has the lowest reward of the group, or 0 if
+    that is lower. The last `overlong_tokens` lower a reward linearly by up to `overlong_penalty`
+    (DAPO's soft overlong punishment, arXiv:2503.14476, equation 13)."""
     lowest = min([0.0, *known_rewards(rewards).tolist()])
 
     def penalised(reward: float | None, rollout: Rollout) -> float | None:
@@ -194,5 +169,4 @@ def with_penalties(settings: RolloutConfig, rewards: Rewards, group: Group) -> R
 
 
 def count_tokens(groups: Sequence[Group]) -> int:
-    """Response tokens sampled so far."""
     return sum(group.tokens for group in groups)

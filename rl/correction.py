@@ -1,7 +1,4 @@
-"""How the loss corrects for tokens that were drawn by the sparse actor, not the dense policy.
-
-All corrections have one signature and are chosen by name.
-"""
+"""How the loss corrects for tokens that the sparse actor sampled, not the dense policy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +16,7 @@ from sparrow_sglang.rl.metrics import (
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """`weights` [N] fp32, without gradient; 0 leaves a token out. `metrics` by their public names.
-
-    A token of weight 0 still counts in the mean over tokens that the loss takes.
-    """
+    """`weights` [N] fp32, without gradient; a token of weight 0 still counts in the loss's mean."""
 
     weights: torch.Tensor
     metrics: dict[str, float]

@@ -51,18 +51,13 @@ _LEAST_REST = 1e-6
 
 
 class SparseAdapter:
-    """The adapter of a policy, and its optimizer.
-
-    `scale` multiplies the adapter in rollouts, and in what `merged_weights`, `tensors` and `save`
-    give. It is 0 until `choose_scale` finds that the adapter helps; `gains` are its measurements.
-    Steps of the adapter compute with the whole adapter.
-    """
+    """The adapter of a policy, and its optimizer. Rollouts, `merged_weights`, `tensors` and `save`
+    multiply it by `scale`, which is 0 until `choose_scale` finds that the adapter helps; `gains`
+    are its measurements. Steps compute with the whole adapter."""
 
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
-        """Put an adapter that changes nothing yet into the policy's model.
-
-        Raises `InputError` as `require_modules` does.
-        """
+        """Put an adapter that changes nothing yet into the policy's model. Raises as
+        `require_modules`."""
         self.scale = 0.0
         self.gains: list[Gains] = []
         self._policy = policy
@@ -98,7 +93,6 @@ class SparseAdapter:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """The model computes with the adapter."""
         self._switch(True)
         try:
             yield
@@ -107,10 +101,8 @@ class SparseAdapter:
 
     @contextmanager
     def delivered(self, scale: float | None = None) -> Iterator[None]:
-        """The model computes as the engine does with the adapter at `scale`, `self.scale` if None.
-
-        A merged adapter is rounded together with the weights to the dtype of the engine.
-        """
+        """The model computes as the engine does with the adapter at `scale` (None: `self.scale`); a
+        merged one is rounded with the weights to the engine's dtype."""
         scale = self.scale if scale is None else scale
         if scale == 0:
             yield
@@ -150,13 +142,10 @@ class SparseAdapter:
         schedule: BudgetSchedule,
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """One optimizer step that lowers KL(sparse || dense), a mean over response tokens, plus
-        `entropy` times the square of the mean entropy gap of all `sequences`.
-
-        Both distributions are taken at `temperature`. The dense one is that of the policy's current
-        weights, which the next rollouts will use. A gradient that is not finite is logged, and the
-        adapter stays as it is.
-        """
+        """One optimizer step on KL(sparse || dense), a mean over response tokens, plus `entropy`
+        times the squared mean entropy gap, both at `temperature`. The dense side is the policy as
+        it is now, which the next rollouts use. A gradient that is not finite is logged and
+        skipped."""
         policy, settings = self._policy, self._settings
         slope = 0.0
         if settings.entropy:
@@ -198,10 +187,8 @@ class SparseAdapter:
     def merged_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's weights plus `scale` times the adapter, under their checkpoint names.
-
-        Adapted weights are summed in fp32 and then rounded, to `dtype` if it is given.
-        """
+        """The policy's weights plus `scale` times the adapter, under their checkpoint names; summed
+        in fp32, then rounded to `dtype`."""
         for name, parameter, master in self._policy.named_parameters():
             layer = self._layers.get(name.removesuffix(".weight"))
             if layer is None or self.scale == 0:
@@ -220,7 +207,6 @@ class SparseAdapter:
         }
 
     def lora_config(self) -> dict[str, Any]:
-        """PEFT's adapter_config.json as a mapping."""
         fields: dict[str, Any] = self._lora.to_dict()
         return fields | {
             "target_modules": sorted(self._lora.target_modules or ()),
@@ -228,13 +214,11 @@ class SparseAdapter:
         }
 
     def save(self, folder: Path) -> None:
-        """Write `scale` times the adapter in the format that PEFT and SGLang load."""
         self._lora.save_pretrained(str(folder))
         weights = {name: value.contiguous().cpu() for name, value in self.tensors().items()}
         save_file(weights, folder / "adapter_model.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors, optimizer, scale and its measurements."""
         return {
             "scale": self.scale,
             "gains": self.gains,
@@ -243,7 +227,6 @@ class SparseAdapter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
         with torch.no_grad():
             for parameter, saved in zip(self._params, state["params"], strict=True):
                 parameter.copy_(saved)
@@ -253,7 +236,7 @@ class SparseAdapter:
     def _merged_rows(
         self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """This rank's rows of the weight of `layer` plus `scale` times the adapter, in fp32."""
+        """This rank's rows, in fp32."""
         delta = layer.get_delta_weight(ADAPTER).detach().float()
         return master.to(delta.device) + scale * local_chunk(delta, parameter)
 
@@ -263,12 +246,9 @@ class SparseAdapter:
 
 
 def require_modules(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Raises `InputError` unless the model's layers have a linear module for each of `names`.
-
-    PEFT itself requires only one of the names to exist. The vocabulary projection does not count:
-    its adapter would learn nothing, as log-probs are computed from the projection's weight without
-    calling the module.
-    """
+    """Raises `InputError` unless the layers have a linear module for each of `names`, of which PEFT
+    requires one only. The vocabulary projection does not count: log-probs use its weight without
+    calling the module, so its adapter would learn nothing."""
     head = model.get_output_embeddings()
     linear = [
         name
@@ -285,7 +265,6 @@ def require_modules(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
-    """Server arguments that an engine needs to load the adapter; none if it is merged."""
     if not settings.enabled or settings.delivery == "merged":
         return {}
     return {
@@ -297,11 +276,9 @@ def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
 
 
 def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
-    """KL(sparse || dense) of two distributions reduced to their likeliest tokens: [n].
-
-    Log-probs are [n, V]; tokens in neither side's top k form one bucket. The result is a lower
-    bound of the exact divergence, with gradient in `sparse`.
-    """
+    """KL(sparse || dense) [n] of log-probs [n, V] reduced to their likeliest tokens; tokens in
+    neither side's top k form one bucket. A lower bound of the exact divergence, with gradient in
+    `sparse`."""
     k = min(k, sparse.shape[-1])
     ours, theirs = sparse.topk(k).indices, dense.topk(k).indices
     known = (theirs[:, :, None] == ours[:, None, :]).any(-1)
@@ -315,7 +292,6 @@ def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def entropies(logprobs: torch.Tensor) -> torch.Tensor:
-    """Entropies in nats: [n] from log-probs [n, V]."""
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -349,11 +325,9 @@ def choose_scale(
     schedule: BudgetSchedule,
     temperature: float,
 ) -> dict[str, float]:
-    """Set `adapter.scale` to the `best_scale` on the responses of `batch`; returns metrics.
-
-    What the latest steps have measured at the same scale counts, too. Acceptance rates are measured
-    in the engine's dtype, with the adapter merged or unmerged as the engine gets it.
-    """
+    """Set `adapter.scale` to the `best_scale` on the responses of `batch`, with the latest
+    measurements at the same scale; returns metrics. Rates are those of the engine's dtype and
+    delivery."""
     actors = [partial(adapter.delivered, scale) for scale in SCALES]
     rates = policy.acceptances(batch.segments, schedule, actors, temperature)
     measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]
@@ -372,11 +346,8 @@ def choose_scale(
 
 
 def gains(current: float, measured: Sequence[Acceptance]) -> Gains:
-    """What each of `SCALES`, with its measurement of the same tokens, gains over the `current` one.
-
-    A scale gains a token whose acceptance rate it lifts above what, in the token's bin, is the tail
-    percentile at the current scale.
-    """
+    """What each of `SCALES`, measured on the same tokens, gains over `current`: the share of tokens
+    lifted above their bin's tail percentile at the current scale."""
     now = measured[SCALES.index(current)]
     tails = np.full(len(now.bins), np.nan)
     for index in np.unique(now.bins[now.counted]).tolist():
@@ -392,11 +363,9 @@ def gains(current: float, measured: Sequence[Acceptance]) -> Gains:
 
 def best_scale(current: float, window: Sequence[Gains]) -> float:
     """The one of `SCALES` that rollouts should use, by the `gains` of several steps over `current`.
-
-    Another scale is taken if it gains by `STANDARD_ERRORS` of a ratio of means over clusters
-    (Cochran, Sampling Techniques, 6.3); of several the one that gains most. Samples of one prompt
-    resemble each other, so a prompt is one cluster. With fewer than `MIN_PROMPTS` the scale stays.
-    """
+    A scale must gain by `STANDARD_ERRORS` of a ratio of means over clusters (Cochran, Sampling
+    Techniques, 6.3), which are prompts; the largest gain wins. Below `MIN_PROMPTS` the scale
+    stays."""
     pooled: dict[str, NDArray[np.float64]] = {}
     for step in window:
         for prompt, counts in step.items():

@@ -19,11 +19,6 @@ from sparrow_sglang.rl.types import Group, Prompt, Rewards, known_rewards
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Responses of the held-out sets by name, their `scores`, and the metrics.
-
-    `sets` names the set of each of the groups.
-    """
-
     sets: tuple[str, ...]
     groups: Sequence[Group]
     scores: Scores
@@ -31,11 +26,9 @@ class Evaluation:
 
     @property
     def pass_rate(self) -> float:
-        """Mean reward, over the sets."""
         return self.metrics["eval/pass_rate"]
 
     def lines(self) -> list[str]:
-        """The result of each set as a line."""
         lines = []
         for name in dict.fromkeys(self.sets):
             prefix, which = (f"eval/{name}/", f"{name} ") if name else ("eval/", "")
@@ -52,13 +45,9 @@ def evaluate(
     reward_workers: RewardPool,
     counter: Callable[[str, int], OnFinished],
 ) -> Evaluation:
-    """Evaluate the policy that `actor` has loaded, on the first prompts of each set by name.
-
-    `eval/pass_rate` is the mean reward, even for a task that gives rewards between 0 and 1. With
-    several sets each has its own, `eval/NAME/pass_rate`, and `eval/pass_rate` is their mean.
-    Responses with a missing reward count in none of them. Raises `RewardsFailed`.
-    `counter(stage, responses)` returns a function that counts finished responses.
-    """
+    """Evaluate the policy that `actor` has loaded, on the first prompts of each set.
+    `eval/pass_rate` is the mean reward, of several sets the mean of `eval/NAME/pass_rate`; missing
+    rewards do not count. Raises `RewardsFailed`."""
     chosen = {name: prompts[: settings.prompts or None] for name, prompts in heldout.items()}
     prompts = [prompt for some in chosen.values() for prompt in some]
     finished = counter("evaluation", len(prompts) * settings.samples_per_prompt)
@@ -101,12 +90,9 @@ def _set_metrics(
 
 
 def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:
-    """Probability that at least one of k responses to a prompt passes, mean over prompts.
-
-    `passed` holds one array [n] per prompt, n >= k. If c of n responses pass, C(n - c, k) of the
-    C(n, k) choices of k responses hold none that passes, so 1 - C(n - c, k) / C(n, k) is an
-    unbiased estimate (Chen et al., arXiv:2107.03374).
-    """
+    """Unbiased probability that one of k responses passes, mean over prompts: 1 - C(n - c, k) /
+    C(n, k) for c passes in n >= k responses, `passed` [n] per prompt (Chen et al.,
+    arXiv:2107.03374)."""
     rates = []
     for prompt in passed:
         n, c = len(prompt), int(prompt.sum())
@@ -116,7 +102,6 @@ def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:
 
 
 def evaluation_rows(evaluation: Evaluation, decode: Decode) -> list[dict[str, Any]]:
-    """A row for each response of an evaluation, with the name of its set, "" for a single one."""
     scores = evaluation.scores
     rows = response_rows(evaluation.groups, scores.rewards, scores.parts, decode)
     per_group = zip(evaluation.sets, evaluation.groups, strict=True)

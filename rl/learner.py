@@ -1,8 +1,4 @@
-"""Everything of a run that holds weights which are trained: policy, reference policy and adapter.
-
-The algorithm calls one `Learner`: an object of its own process, or one that stands for all trainer
-workers.
-"""
+"""Everything of a run that holds trained weights: policy, reference policy and adapter."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -30,15 +26,12 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 
 class ReferencePolicy:
-    """`policy` with the weights that it has when this object is made."""
-
     def __init__(self, policy: DensePolicy) -> None:
         self._policy = policy
         self._weights = _copied(policy)
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """Log-probs of the batch's response tokens, fp32 [N] on the CPU; 0 for tokens outside the
-        loss."""
+        """fp32 [N] on the CPU; 0 for tokens outside the loss."""
         result = torch.zeros(len(batch.advantages))
         sequences, tokens = batch.part(batch.in_loss)
         if sequences:
@@ -83,11 +76,8 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """What the optimizer steps of a batch gave.
-
-    `scored` has the log-probs and entropies from before the update, also of responses that `score`
-    left to it. `skipped_in_a_row` counts the optimizer steps skipped since the last one taken.
-    """
+    """`scored` is from before the update, also for responses that `score` left to it.
+    `skipped_in_a_row` counts optimizer steps skipped since the last one taken."""
 
     metrics: dict[str, float]
     scored: Scored
@@ -95,10 +85,7 @@ class Updated:
 
 
 class Learner:
-    """The policy, its reference policy if there is a KL term, and its adapter if it has one.
-
-    With several `policy.ranks`, all call the same methods with the same arguments.
-    """
+    """With several `policy.ranks`, all call the same methods with the same arguments."""
 
     def __init__(
         self,
@@ -114,8 +101,6 @@ class Learner:
 
     @classmethod
     def load(cls, config: TrainConfig, ranks: Ranks = ALONE) -> "Learner":
-        """The learner of a run that begins: from the model at `model.path`, on this process's GPU
-        if it has one."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimizer, device, ranks)
         reference = ReferencePolicy(policy) if config.algorithm.kl_coefficient else None
@@ -126,31 +111,23 @@ class Learner:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype that weights are served and exported in."""
         return self.policy.compute_dtype
 
     def device_name(self) -> str:
-        """The device that the policy is trained on."""
         return device_name()
 
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
     ) -> RolloutEngine:
-        """The engine that `config` describes, serving the checkpoint in the folder `model_path`.
-
-        `defaults` are arguments of SGLang; those of `config` take precedence over them.
-        """
+        """`config.server_args` take precedence over `defaults`."""
         return LocalEngine(model_path, config.schedule, **{**defaults, **config.server_args})
 
     def close(self) -> None:
         """End the processes of the learner, if it has any."""
 
     def score(self, batch: Batch) -> Scored:
-        """Log-probs and entropies of the batch under the current policy.
-
-        With one mini-batch only those of responses outside the loss: `update` fills in the others,
-        from a policy that is still the same.
-        """
+        """With one mini-batch only responses outside the loss: `update` fills in the others, from a
+        policy that is still the same."""
         settings, count = self._config, len(batch.advantages)
         by_update = settings.algorithm.mini_batches == 1
         wanted = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
@@ -162,17 +139,14 @@ class Learner:
         return scored
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """Log-probs [N] of the reference policy; None without a KL term."""
+        """[N]; None without a KL term."""
         if self._reference is None:
             return None
         return self._reference.logprobs(batch, self._config.rollout.temperature)
 
     def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
-        """Exact acceptance rates of some of the batch's responses.
-
-        They are those of an actor with the current adapter under `schedule`; None without one, and
-        if no response is to be measured.
-        """
+        """Exact acceptance rates of some responses, of an actor with the current adapter; None
+        without a schedule or measured responses."""
         chosen = batch.sample_evenly(self._config.mismatch.sequences)
         if schedule is None or not chosen.rollouts:
             return None
@@ -184,10 +158,8 @@ class Learner:
     def update(
         self, batch: Batch, scored: Scored, reference: torch.Tensor | None, lr: float
     ) -> Updated:
-        """One optimizer step per mini-batch; metrics are means over those that were taken.
-
-        The loss of each corrects for the sparse actor. `reference` [N] is for the KL term.
-        """
+        """One optimizer step per mini-batch; metrics are means over those taken. `reference` [N] is
+        for the KL term."""
         policy, settings = self.policy, self._config.algorithm
         policy.optimizer.set_learning_rate(lr)
         rows: list[dict[str, float]] = []
@@ -217,11 +189,9 @@ class Learner:
         return Updated(means | counts, scored, policy.optimizer.skipped_in_a_row)
 
     def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
-        """Take one step of the adapter towards the policy of the next rollouts; returns metrics.
-
-        The scale of the adapter in these rollouts is then chosen on the responses that `acceptance`
-        measures, which the step does not learn from if there are others.
-        """
+        """One step of the adapter towards the policy of the next rollouts. Its scale is then chosen
+        on the responses that `acceptance` measures, which the step does not learn from if there are
+        others."""
         if self.adapter is None or schedule is None:
             return {}
         measured = self._config.mismatch.sequences
@@ -235,9 +205,7 @@ class Learner:
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
         """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.
-
-        Returns the name of the adapter that requests must ask for, None if they need not.
-        """
+        Returns the adapter's name for requests, if they need it."""
         # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
         torch.cuda.empty_cache()
         engine = cast(LocalEngine, engine)
@@ -249,23 +217,18 @@ class Learner:
         return ADAPTER
 
     def weights(self, adapted: bool, dtype: torch.dtype) -> NamedTensors:
-        """The weights for an engine, rounded to its `dtype`, as it would round them itself; fp32
-        would take twice the bytes. All ranks must iterate over all of them."""
+        """The weights for an engine, rounded to its `dtype`; all ranks must iterate over all."""
         if adapted and self.adapter is not None and self._config.distill.delivery == "merged":
             return self.adapter.merged_weights(dtype)
         return self.policy.named_weights(dtype)
 
     @property
     def unmerged_adapter(self) -> SparseAdapter | None:
-        """The adapter, if the engine serves it as unmerged LoRA."""
         unmerged = self.adapter is not None and self._config.distill.delivery == "lora"
         return self.adapter if unmerged and self.adapter and self.adapter.scale > 0 else None
 
     def save(self, folder: Path) -> None:
-        """Write `model/`, `adapter/` and the exact state of both into the folder of a checkpoint.
-
-        Each rank writes its shards, the first one all else.
-        """
+        """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`."""
         first = self.policy.ranks.rank == 0
         save_model(self.policy, folder / "model" if first else None)
         if self.adapter is not None and first:
@@ -274,7 +237,6 @@ class Learner:
         save_state(self.policy, folder / "training")
 
     def restore(self, folder: Path) -> None:
-        """Take over what `save` wrote, by any number of ranks."""
         load_state(self.policy, folder / "training")
         if self.adapter is not None:
             # `weights_only=False` as in the other files of a checkpoint, which `save` has written.

@@ -18,18 +18,12 @@ def policy_loss(
     batch_tokens: int,
     settings: AlgorithmConfig,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Sum over tokens of weight x clipped loss, divided by the tokens of the global batch.
-
-    All tensors are [n], for the response tokens of one micro-batch: log-probs under the policy that
-    is trained (with gradient), log-probs under the dense policy at the start of the batch,
-    advantages, and the correction's weights. With r = exp(logprobs - old_logprobs), a token's loss
-    is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and at most -A dual_clip where A < 0 (PPO
-    with the decoupled range of DAPO and the dual clip of arXiv:1912.09729). `batch_tokens` counts
-    the response tokens of all micro-batches of one optimizer step, so every token weighs the same
-    however the batch is split. Returns the loss, with gradient, and metrics; both are divided by
-    `batch_tokens`, so that those of micro-batches add up. Raises `ValueError` on shapes that differ
-    or too few `batch_tokens`.
-    """
+    """Sum over tokens of weight x clipped loss, divided by `batch_tokens`, the response tokens of
+    all micro-batches of one optimizer step. All tensors are [n], for the tokens of one micro-batch.
+    With r = exp(logprobs - old_logprobs), a token's loss is max(-A r, -A clip(r, 1 - clip_low, 1 +
+    clip_high)) and at most -A dual_clip where A < 0 (PPO with the decoupled range of DAPO and the
+    dual clip of arXiv:1912.09729). Returns the loss, with gradient, and metrics, which add up over
+    micro-batches. Raises `ValueError` on shapes that differ or too few `batch_tokens`."""
     shapes = {tuple(t.shape) for t in (logprobs, old_logprobs, advantages, weights)}
     if len(shapes) != 1 or logprobs.ndim != 1 or batch_tokens < logprobs.numel():
         raise ValueError(
@@ -59,11 +53,8 @@ def policy_loss(
 
 
 def token_shares(aggregation: str, lengths: Sequence[int]) -> torch.Tensor:
-    """Factors fp32 [n] that turn a mean over n tokens into `aggregation`, see `AlgorithmConfig`.
-
-    `lengths` [S] with sum n are the numbers of response tokens of the sequences of an optimizer
-    step.
-    """
+    """Factors fp32 [n] that turn a mean over n tokens into `aggregation`; `lengths` [S] sum up to
+    n."""
     tokens = sum(lengths)
     if aggregation == "token_mean":
         return torch.ones(tokens)
@@ -72,26 +63,19 @@ def token_shares(aggregation: str, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def kl_to_reference(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimates [n] of KL(policy || reference) at tokens that the policy has drawn, none below 0.
-
-    The estimate is r - log r - 1 with r = p_reference / p_policy (k3 of
-    http://joschu.net/blog/kl-approx.html).
-    """
+    """Estimates [n] of KL(policy || reference) at tokens of the policy: r - log r - 1 >= 0 with r =
+    p_reference / p_policy (k3 of http://joschu.net/blog/kl-approx.html)."""
     log_ratio = (reference - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return log_ratio.exp() - log_ratio - 1
 
 
 @dataclass(eq=False)
 class MiniBatchLoss:
-    """The loss of one optimizer step, called for each of its micro-batches.
-
-    The tensors are [n], for the response tokens of the mini-batch: log-probs that the sparse actor
-    recorded, advantages, and log-probs under the dense policy when the batch began. If the policy
-    is the one of that time, `dense_logprobs` is None: the step's own forward pass gives them, and
-    `seen` [n] collects them. `lengths` [S] says how many of the tokens belong to each sequence.
-    `reference_logprobs` are for the KL term, to which the correction does not apply (as in verl and
-    TRL). `metrics` add up over calls.
-    """
+    """The loss of one optimizer step, called for each of its micro-batches. Tensors are [n], for
+    the response tokens of the mini-batch; `lengths` [S] sum up to n. `dense_logprobs` are those of
+    the policy when the batch began; None if it still is that policy: its forward pass then gives
+    them, and `seen` [n] collects them. The correction does not apply to the KL term (as in verl and
+    TRL). `metrics` add up over calls."""
 
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
@@ -108,9 +92,8 @@ class MiniBatchLoss:
         self._owner = torch.arange(len(counts)).repeat_interleave(counts)
 
     def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """The part of the loss from the tokens at `where`, those of whole sequences; `logprobs` are
-        their current log-probs, with gradient. Raises `ValueError` on log-probs that are not
-        finite."""
+        """The part of the loss from the tokens at `where`, those of whole sequences; `logprobs`
+        have gradient. Raises `ValueError` on log-probs that are not finite."""
         where, device, settings = where.cpu(), logprobs.device, self.settings
         self.seen[where] = logprobs.detach().float().cpu()
         dense = (self.seen if self.dense_logprobs is None else self.dense_logprobs)[where]

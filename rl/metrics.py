@@ -1,8 +1,5 @@
-"""What a training step reports about its rollouts.
-
-`rollout_corr/*` are verl's names and definitions, computed in float64 over the batch; `sparrow/*`
-are quantities that verl does not have. All functions are pure and return plain floats by name.
-"""
+"""What a training step reports about its rollouts. `rollout_corr/*` are verl's names and
+definitions, computed in float64; `sparrow/*` are quantities that verl does not have."""
 
 from collections.abc import Sequence
 
@@ -24,7 +21,6 @@ LOG_RATIO_BOUND = 20.0
 
 
 def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Sums [S] of `values` [N] over each of S concatenated sequences."""
     counts = torch.as_tensor(lengths, device=values.device)
     owner = torch.arange(len(counts), device=values.device).repeat_interleave(counts)
     sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
@@ -34,16 +30,13 @@ def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 def mismatch_metrics(
     dense: torch.Tensor, rollout: torch.Tensor, lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Distance of the sparse actor from the dense policy, from sampled tokens.
-
-    Log-probs are float64 [N]. `kl` and `k3_kl` estimate KL(rollout || dense) per token;
-    `log_ppl_diff` is a response's mean of log p_rollout - log p_dense, averaged over responses;
-    `chi2_token` is the mean squared ratio - 1, `chi2_seq` the same for whole responses.
-    `sparrow/ratio_p05` is the 5th percentile of min(1, p_dense / p_rollout): it lies far below the
-    tail percentile of the acceptance rate and must not be compared with it. `sparrow/ess_token` and
-    `sparrow/ess_response` are the effective sample sizes of the ratios of tokens, and of the
-    products of ratios over each response; neither is truncated.
-    """
+    """Distance of the sparse actor from the dense policy, from sampled tokens; log-probs are
+    float64 [N]. `kl` and `k3_kl` estimate KL(rollout || dense) per token; `log_ppl_diff` is a
+    response's mean of log p_rollout - log p_dense, averaged; `chi2_token` is the mean squared ratio
+    - 1, `chi2_seq` that of whole responses. `sparrow/ratio_p05` is the 5th percentile of min(1,
+    p_dense / p_rollout), far below the tail percentile of the acceptance rate. `sparrow/ess_token`
+    and `sparrow/ess_response` are effective sample sizes of the untruncated ratios of tokens and of
+    responses."""
     counts = torch.as_tensor(lengths, device=dense.device)
     log_ratio = dense - rollout
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -80,23 +73,17 @@ def mismatch_metrics(
 
 
 def entropy_metrics(rollout: torch.Tensor, entropies: torch.Tensor) -> dict[str, float]:
-    """Mean entropy of the dense policy at the sampled tokens, and how much that of the sparse actor
-    is above it: both [N] in nats, `rollout` the log-probs that the actor sampled with.
-
-    The mean of -log p_rollout estimates the actor's entropy without bias. A gap below 0 says that
-    rollouts are sharper than the policy, which then meets fewer of its own mistakes.
-    """
+    """Mean of `dense` [N] in nats, and how much the sparse actor's mean entropy is above it. The
+    mean of -log p_rollout [N] estimates that without bias. Below 0, rollouts are sharper than the
+    policy, which then meets fewer of its own mistakes."""
     policy = float(entropies.double().mean())
     gap = -float(rollout.double().mean()) - policy
     return {"actor/entropy": policy, "sparrow/entropy_gap": gap}
 
 
 def effective_sample_share(log_ratio: torch.Tensor) -> float:
-    """Kish's effective sample size of the weights exp(log_ratio) [N] as a share of N.
-
-    (sum w)^2 / (N sum w^2): 1 for equal weights, 1 / N if a single one outweighs all others.
-    Computed from logarithms, so that no weight overflows.
-    """
+    """Kish's effective sample size of weights exp(log_ratio) [N] as a share of N: (sum w)^2 / (N
+    sum w^2). From logarithms, so that no weight overflows."""
     first, second = log_ratio.logsumexp(0), (2 * log_ratio).logsumexp(0)
     return float((2 * first - second).exp()) / len(log_ratio)
 
@@ -105,11 +92,7 @@ def importance_metrics(
     weights: torch.Tensor, ratio: torch.Tensor, low: float, high: float
 ) -> dict[str, float]:
     """verl's metrics of the weights [N] that corrected the ratios [N] of tokens, as of verl 0.9.1.
-
-    All are of the weights, except for the shares of ratios above `high` and below `low`. Weights
-    are in [0, high], which hides the ratios that make the effective sample size small;
-    `sparrow/ess_*` show them.
-    """
+    Weights are in [0, high], which hides large ratios; `sparrow/ess_*` show them."""
     weights, mean = weights.double(), weights.double().mean()
     values = {
         "mean": mean,
@@ -125,12 +108,9 @@ def importance_metrics(
 
 
 def rollout_metrics(groups: Sequence[Group], rewards: Sequence[Rewards]) -> dict[str, float]:
-    """Rewards and response lengths of a batch, under verl's names; missing rewards count nowhere.
-
-    In a mixture of tasks, `sparrow/task/NAME/score` is the mean reward of each.
-    `response_length/clip_ratio` is the share of responses that were cut at the length limit,
-    `sparrow/retracted_fraction` the share of responses with a request that the engine retracted.
-    """
+    """Rewards and response lengths, under verl's names; missing rewards count nowhere. A mixture of
+    tasks also has `sparrow/task/NAME/score`. `response_length/clip_ratio` and
+    `sparrow/retracted_fraction` are shares of responses truncated and retracted."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     known = [known_rewards(group) for group in rewards]
     scores = np.concatenate(known)
@@ -156,12 +136,9 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[Rewards]) -> dict
 
 
 def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> dict[str, float]:
-    """Mean KV read by a sparse layer for a generated token, and mean KV cached, both in tokens.
-
-    KV read is counted by pages. Means are over decode steps, so the first token of a segment, which
-    comes out of prefill, does not count. Segments under another schedule than `schedule`, of an
-    earlier start of the run, are left out.
-    """
+    """Mean KV read by a sparse layer for a generated token, by pages, and mean KV cached, both in
+    tokens and over decode steps: a segment's first token comes out of prefill. Segments under
+    another schedule than `schedule` are left out."""
     cached: list[NDArray[np.int64]] = []
     read: list[NDArray[np.int64]] = []
     for rollout in rollouts:
@@ -182,10 +159,7 @@ def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> 
 
 
 def round_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean tokens of a round of lossless decoding; empty without rounds.
-
-    The first token of a segment comes out of prefill.
-    """
+    """Mean tokens of a lossless round, without a segment's first token; empty without rounds."""
     segments = [part for rollout in rollouts for part in rollout.segments if part.rounds]
     tokens = sum(part.end - part.start - 1 for part in segments)
     rounds = sum(part.rounds for part in segments)
@@ -193,11 +167,8 @@ def round_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean cost of continuing responses after a change of weights.
-
-    For requests after a response's first one: context tokens that came out of the prefix cache, and
-    context tokens that were prefilled. Empty if there is no such request.
-    """
+    """Mean cost of continuing a response: context tokens out of the prefix cache, and prefilled
+    ones. Empty without continued responses."""
     later = [
         (segment.cached, len(rollout.prompt_ids) + segment.start - segment.cached)
         for rollout in rollouts

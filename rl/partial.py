@@ -1,8 +1,5 @@
-"""Partial rollouts: the groups that finish first; the others are continued in the next step.
-
-A step takes groups that would be too stale in the next one, whenever they finish (Kimi k1.5,
-arXiv:2501.12599; APRIL, arXiv:2509.18521).
-"""
+"""Partial rollouts: groups that finish first, and those that would be too stale in the next step,
+in which unfinished ones go on (Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,11 +18,8 @@ from sparrow_sglang.rl.types import Group
 
 
 def collect(run: Run, first: int, step: int, clock: Clock) -> Collected:
-    """The groups of `step`: carried over, or new ones from the run's prompt number `first` on.
-
-    Only the groups that the step trains on are scored. The engine has released the device's memory
-    afterwards.
-    """
+    """The groups of `step`: carried over, or new ones from the run's prompt number `first` on; only
+    they are scored. The engine has released its memory afterwards."""
     settings, carried = run.config.rollout, run.state.carried
     count = settings.prompts_per_step
     groups = dict(enumerate(_under_way(run, first)))
@@ -72,7 +66,6 @@ def collect(run: Run, first: int, step: int, clock: Clock) -> Collected:
 
 
 def _under_way(run: Run, first: int) -> list[Group]:
-    """The groups that were carried over, and new ones up to the limit of `groups_under_way`."""
     settings, carried = run.config.rollout, run.state.carried
     most = groups_under_way(settings.prompts_per_step, settings.oversubscribe)
     new = begin(run, first + len(carried), most - len(carried))
@@ -81,7 +74,6 @@ def _under_way(run: Run, first: int) -> list[Group]:
 
 
 def _metrics(trained: Sequence[Group], left: Sequence[Group], step: int) -> dict[str, float]:
-    """Metrics of the groups that `step` trains on, and of those that it carries over."""
     segments = [one for group in trained for rollout in group.rollouts for one in rollout.segments]
     stale = sum(one.end - one.start for one in segments if int(one.weight_version) < step)
     return {

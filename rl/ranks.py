@@ -35,7 +35,7 @@ class Ranks:
         return tensor
 
     def total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Sums over ranks by name; not every rank needs to have every name."""
+        """Not every rank needs to have every name."""
         if self.world == 1:
             return dict(metrics)
         sums: defaultdict[str, float] = defaultdict(float)

@@ -16,13 +16,9 @@ class RolloutError(SparrowError, RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn, without penalties.
-
-    Log-probs are recorded at `temperature`; 0 is greedy. `dense` reads all of the KV cache whatever
-    the engine's schedule says: evaluation, of which nothing is learnt. `adapter` names a loaded
-    LoRA adapter. `top_p` and `top_k` are for evaluation: SGLang records log-probs over all tokens.
-    An engine that finishes no response for `timeout_s` counts as dead.
-    """
+    """How responses are drawn. Log-probs are recorded at `temperature`; 0 is greedy. `dense`
+    ignores the engine's schedule. `adapter` names a loaded LoRA adapter. `top_p` and `top_k` are
+    for evaluation: SGLang records log-probs over all tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -34,11 +30,8 @@ class Sampling:
 
 
 def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True) -> dict[str, Any]:
-    """Fields of SGLang's `GenerateReqInput` for the remaining tokens of a response.
-
-    An engine without the sparrow backend is not `switchable`: it always decodes densely, and gets
-    no request to do so.
-    """
+    """Fields of SGLang's `GenerateReqInput` for the remaining tokens of a response. An engine
+    without the sparrow backend is not `switchable`: it decodes densely anyway."""
     # All parameters are given, because a checkpoint's own generation defaults would truncate.
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens - len(rollout.response_ids),
@@ -69,14 +62,9 @@ def continued(
     decode: Callable[[Sequence[int]], str],
     stopped: bool = False,
 ) -> Rollout:
-    """`rollout` with what SGLang answered to its `sample_request`.
-
-    `decode` gives the text of a response. If requests were `stopped`, the response may be aborted.
-
-    Raises:
-        RolloutError: the response was aborted, came from other weights than `weight_version`, or is
-            shorter or longer than its finish reason says.
-    """
+    """`rollout` with SGLang's answer to its `sample_request`. If requests were `stopped`, it may be
+    aborted. Raises `RolloutError` if it was otherwise aborted, came from other weights than
+    `weight_version`, or is shorter or longer than its finish reason says."""
     meta = answer["meta_info"]
     recorded = [(value, token) for value, token, *_ in meta.get("output_token_logprobs") or []]
     finish = meta["finish_reason"] or {"type": "none"}
@@ -164,13 +152,10 @@ class RolloutEngine(Protocol):
         more_groups: MoreGroups | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        """Yields each group once, as soon as it is finished, with its position in `groups`.
-
-        A response that was stopped earlier is continued after a dense prefill of its tokens.
-        `more_groups` is called regularly for additional groups, which take the next positions; the
-        stream ends when no group is under way and it returns none. Once `should_stop` returns True,
-        no group is started any more, and unfinished groups are yielded as they are.
-        """
+        """Yields each group once it is finished, with its position in `groups`. Stopped responses
+        are continued. `more_groups` is called regularly for groups that take the next positions;
+        the stream ends when none is under way and it returns none. Once `should_stop` returns True,
+        unfinished groups are yielded as they are."""
         ...
 
     def release(self) -> None:
@@ -181,6 +166,4 @@ class RolloutEngine(Protocol):
         """Take the memory back; after a `release`, all weights must be loaded."""
         ...
 
-    def close(self) -> None:
-        """End the engine's processes."""
-        ...
+    def close(self) -> None: ...

@@ -9,8 +9,6 @@ from sparrow_sglang.rl.types import Group, Prompt
 
 
 class SparseActor:
-    """Samples from the learner's weights, with its adapter if it has one."""
-
     def __init__(self, config: TrainConfig, engine: RolloutEngine, learner: Learner) -> None:
         self._config = config
         self.engine = engine
@@ -18,7 +16,6 @@ class SparseActor:
         self._adapter: str | None = None
 
     def load(self, version: str) -> None:
-        """Have the engine sample from weights and adapter as they are now."""
         self._adapter = self._learner.deliver(self.engine, version, adapted=True)
 
     def stream(
@@ -28,11 +25,10 @@ class SparseActor:
         more_groups: MoreGroups | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        """A step's groups one by one, see `RolloutEngine.stream`; `release` must follow."""
+        """See `RolloutEngine.stream`; `release` must follow."""
         return self.engine.stream(groups, self._sampling, on_finished, more_groups, should_stop)
 
     def release(self) -> None:
-        """Give the device's memory to the trainer."""
         self.engine.release()
 
     @property
@@ -46,7 +42,6 @@ class SparseActor:
         )
 
     def load_policy(self, version: str) -> None:
-        """Have the engine sample from the policy's weights, without adapter."""
         self._learner.deliver(self.engine, version, adapted=False)
 
     def evaluate(self, prompts: Sequence[Prompt], on_finished: OnFinished | None) -> list[Group]:

@@ -1,9 +1,4 @@
-"""GRPO from sparse rollouts: the loop.
-
-One step: sync the weights, roll out sparsely, reward, group-relative advantages, dense log-probs,
-corrected and clipped loss, optimizer step, metrics. Each stage is documented in the module that
-implements it.
-"""
+"""GRPO from sparse rollouts: the loop."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -40,24 +35,15 @@ MAX_SKIPPED_STEPS = 5
 
 def train(config: TrainConfig, resume: bool = False) -> Path | None:
     """Train until `config.steps` steps are done; returns the folder of the last checkpoint.
-
     `resume` goes on from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
-    Ctrl-C write a checkpoint and end the process by `Stopped`, a `SystemExit`; a second one ends it
-    at once. Any error outside an optimizer step is raised after a checkpoint, too. Must be called
-    in the main thread; a script that calls it needs the usual `if __name__ == "__main__"`.
-
-    Raises:
-        InputError, ScheduleError, ModelError: something asked for is not there,
-            wrong, or at odds with the run in `run_dir`; nothing has been lost then.
-        EngineNotStarted, RolloutError: an engine cannot be started, or what it samples cannot be
-            trained on.
-        EngineDied, TrainersLost: processes died more than `cluster.max_restarts` times without a
-            new checkpoint in between.
-        RewardsFailed: the reward function cannot be loaded, or more than half of a step's rewards
-            are missing.
-        FloatingPointError: the gradients of `MAX_SKIPPED_STEPS` optimizer steps in a row were not
-            finite. A single such step is skipped.
-    """
+    Ctrl-C write a checkpoint and raise `Stopped`, a `SystemExit`; a second Ctrl-C stops at once.
+    Errors outside an optimizer step are raised after a checkpoint, too. Must be called in the main
+    thread, under the usual `if __name__ == "__main__"`. Raises `InputError`, `ScheduleError` or
+    `ModelError` on settings, before anything is lost; `EngineNotStarted`; `RolloutError` on samples
+    that cannot be trained on; `EngineDied` or `TrainersLost` after more than `cluster.max_restarts`
+    deaths without a new checkpoint; `RewardsFailed` if more than half of a step's rewards are
+    missing; `FloatingPointError` after `MAX_SKIPPED_STEPS` gradients in a row that are not
+    finite."""
     setup = prepare(config)
     with _connected(config):
         failures, newest = 0, newest_checkpoint(config.run_dir)
@@ -101,10 +87,7 @@ def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
 
 
 def roll_out(run: Run, step: int, clock: Clock) -> Collected:
-    """Groups that the sparse actor samples from the current weights, and their rewards.
-
-    The engine has released the device's memory afterwards.
-    """
+    """The engine has released its memory afterwards."""
     evaluated: dict[str, float] = {}
     if _is_due(step, run.config.evaluation.every_steps):
         with clock("evaluation"):
@@ -123,7 +106,6 @@ def roll_out(run: Run, step: int, clock: Clock) -> Collected:
 
 
 def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
-    """Update the policy, and the adapter if there is one, with the groups of step number `step`."""
     config, learner, schedule = run.config, run.learner, run.setup.schedule
     advantages = group_advantages(collected.rewards, config.algorithm.std_normalisation)
     batch = Batch.of(collected.groups, advantages)
@@ -175,7 +157,6 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
 
 
 def _evaluate(run: Run) -> dict[str, float]:
-    """Evaluate the policy as it is; its checkpoint is kept if it is the best one so far."""
     steps = run.state.step
     run.actor.load_policy(str(steps))
     found = evaluate(
@@ -203,7 +184,6 @@ def _keep_responses(
 
 
 def _progress_metrics(run: Run) -> dict[str, float]:
-    """What the run has seen up to now: response tokens, and the data in epochs."""
     used = run.state.step * run.config.rollout.prompts_per_step + run.state.replaced
     return {
         "sparrow/response_tokens_seen": float(run.state.tokens),

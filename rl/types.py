@@ -1,8 +1,4 @@
-"""The data that stages of a training step exchange: prompts, their samples, and groups of samples.
-
-All are frozen. Token ids are plain tuples, so that they hash, compare and travel between
-processes; log-probs are arrays, because there are many of them.
-"""
+"""What stages of a training step exchange: prompts, their samples, and groups of samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,11 +10,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task instance, rendered and tokenised.
-
-    `payload` is what the task's reward needs besides the response (an answer, tests, ...): plain
-    data that can be pickled. `id` is unique within the task.
-    """
+    """`payload` is what the reward needs besides the response, plain data that can be pickled. `id`
+    is unique within the task. Raises `ValueError` on a prompt without tokens."""
 
     id: str
     task: str
@@ -26,7 +19,6 @@ class Prompt:
     payload: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` on a prompt without tokens, which no engine can continue."""
         if not self.input_ids:
             raise ValueError(f"prompt {self.id!r} of task {self.task!r} has no tokens")
 
@@ -37,14 +29,10 @@ ABORTED = "abort"
 
 @dataclass(frozen=True)
 class Segment:
-    """Response tokens [start, end) that one request to the engine sampled.
-
-    All that precedes `start`, the prompt included, was prefilled densely for this request, except
-    for `cached` tokens out of the prefix cache. The segment's tokens were decoded under `schedule`
-    from the weights `weight_version`. If the engine has `retracted` the request, it later prefilled
-    some of these tokens as well, and does not say how many. With lossless decoding, they took so
-    many `rounds`.
-    """
+    """Response tokens [start, end) of one request to the engine. All before `start` was prefilled
+    densely, except for `cached` tokens; the segment was decoded under `schedule` from the weights
+    `weight_version`. A `retracted` request later prefilled some of these tokens as well, unknown
+    which. Lossless decoding took so many `rounds`."""
 
     start: int
     end: int
@@ -57,14 +45,10 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sampled response, as the sparse actor produced and recorded it.
-
-    `logprobs` [T] are float32 natural log-probs of the T response tokens, of the distribution that
-    they were sampled from. `sample` counts the samples of one prompt from 0. `weight_version` and
-    `schedule` name the weights and the active KV budget schedule while its last tokens were
-    generated. `finish_reason` is SGLang's: "stop", "length", or "abort" for a response that is to
-    be continued. `segments` cover the tokens, in order; by default all tokens are one segment.
-    """
+    """One sampled response. `logprobs` [T] are float32 natural log-probs of the distribution that
+    the tokens were sampled from. `weight_version` and `schedule` are those of the last tokens.
+    `finish_reason` is SGLang's; "abort" is to be continued. `segments` cover the tokens, in order;
+    by default one. Raises `ValueError` unless there is one finite log-prob per token."""
 
     prompt_id: str
     sample: int
@@ -78,7 +62,6 @@ class Rollout:
     segments: tuple[Segment, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` unless there is one finite log-prob per token."""
         if not self.segments and self.response_ids:
             whole = Segment(0, len(self.response_ids), self.weight_version, self.schedule)
             object.__setattr__(self, "segments", (whole,))
@@ -93,7 +76,6 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether the length limit ended the response."""
         return self.finish_reason == "length"
 
     @property
@@ -102,11 +84,10 @@ class Rollout:
 
     @property
     def retracted(self) -> bool:
-        """Whether a request was retracted, so that it is unknown which tokens were prefilled."""
         return any(segment.retracted for segment in self.segments)
 
     def cut(self, limit: int) -> "Rollout":
-        """The same response, ended as truncated if it is unfinished and has `limit` tokens."""
+        """Truncated if it is unfinished and has `limit` tokens."""
         if self.finished or len(self.response_ids) < limit:
             return self
         return replace(self, finish_reason="length")
@@ -126,7 +107,6 @@ known of the response."""
 
 
 def known_rewards(rewards: Rewards) -> NDArray[np.float64]:
-    """The rewards that are not missing."""
     return np.array([reward for reward in rewards if reward is not None], np.float64)
 
 
@@ -139,7 +119,6 @@ class Group:
 
     @classmethod
     def begun(cls, prompt: Prompt, samples: int) -> Self:
-        """A group of `samples` responses that have no tokens yet."""
         none = np.empty(0, np.float32)
         rollouts = (
             Rollout(prompt.id, sample, prompt.input_ids, (), none, ABORTED, "", "", "")
@@ -148,15 +127,12 @@ class Group:
         return cls(prompt, tuple(rollouts))
 
     def cut(self, limit: int) -> "Group":
-        """The same group, each response as `Rollout.cut` gives it."""
         return replace(self, rollouts=tuple(rollout.cut(limit) for rollout in self.rollouts))
 
     @property
     def finished(self) -> bool:
-        """Whether all of its responses are finished."""
         return all(rollout.finished for rollout in self.rollouts)
 
     @property
     def tokens(self) -> int:
-        """Response tokens sampled so far."""
         return sum(len(rollout.response_ids) for rollout in self.rollouts)

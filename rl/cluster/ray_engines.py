@@ -1,8 +1,4 @@
-"""Rollout engines on any number of hosts: Ray actors with one SGLang engine each.
-
-Prompts are distributed among the engines by load. The death of one ends the attempt, as that of a
-trainer worker does.
-"""
+"""Rollout engines on any number of hosts: Ray actors with one SGLang engine each."""
 
 import logging
 import time
@@ -38,11 +34,8 @@ Groups = Sequence[tuple[int, Group]]
 
 
 class EngineActor:
-    """A `LocalEngine` in a process of its own.
-
-    It wraps the engine instead of inheriting from it: Ray runs an actor class with coroutines in an
-    event loop, and the engine has an event loop already.
-    """
+    """A `LocalEngine` in a process of its own. Wrapped, not inherited: Ray runs an actor class with
+    coroutines in an event loop, and the engine has one already."""
 
     def __init__(
         self,
@@ -58,7 +51,6 @@ class EngineActor:
 
     @ray.method(concurrency_group=CONTROL)
     def ready(self) -> torch.dtype:
-        """The engine's dtype, once it serves; answered while another call is under way, too."""
         return self._engine.dtype
 
     def stream(self, sampling: Sampling, rollout: int) -> Iterator[tuple[int, Group]]:
@@ -87,7 +79,6 @@ class EngineActor:
 
     @ray.method(concurrency_group=CONTROL)
     def add(self, rollout: int, groups: Groups) -> None:
-        """Start groups; this runs in another thread than `stream`."""
         self._inboxes[rollout].put(groups)
 
     @ray.method(concurrency_group=CONTROL)
@@ -98,7 +89,6 @@ class EngineActor:
         self._inboxes[rollout].put(())
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call that method of the engine."""
         return getattr(self._engine, method)(*arguments)
 
 
@@ -128,10 +118,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Engine:
-    """An engine, and its part of the rollout under way.
-
-    `stream` gives the groups that it has finished; `owed` are the others, by position.
-    """
+    """An engine, the stream of its finished groups, and the `owed` ones by position."""
 
     actor: Any
     placement: PlacementGroup | None
@@ -144,12 +131,9 @@ class _Engine:
 
 
 class RayEngines(RolloutEngine):
-    """Any number of engines behind the interface of one.
-
-    An engine has GPUs of its own, as many as `cluster.gpus_per_engine`, on one host, or those of
-    trainers on the host of these: `places` are then a Ray node and its CUDA devices for each
-    engine. `dtype` is that of the engines, to which weights are rounded.
-    """
+    """Any number of engines behind the interface of one, each with `cluster.gpus_per_engine` GPUs
+    of one host. Colocated ones share those of trainers: `places` are a Ray node and its CUDA
+    devices for each."""
 
     def __init__(
         self,
@@ -159,10 +143,7 @@ class RayEngines(RolloutEngine):
         defaults: Mapping[str, Any],
         places: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Start the engines and wait until all serve; `defaults` are as of `Learner.open_engine`.
-
-        Raises `EngineNotStarted` if an engine does not start; the message holds its reason.
-        """
+        """Returns once all serve; raises `EngineNotStarted` with the reason."""
         self._gpus, self._places = cluster.gpus_per_engine, places
         sleeps = {} if places else {"enable_memory_saver": False}
         self._arguments = {"tp_size": self._gpus, **sleeps, **defaults, **engine.server_args}
@@ -189,11 +170,7 @@ class RayEngines(RolloutEngine):
         should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine`; a group goes to the engine with the fewest unfinished responses.
-
-        Raises:
-            EngineDied: an engine is gone.
-            ray.exceptions.RayTaskError: an engine failed without dying, e.g. `RolloutError`.
-        """
+        Raises `EngineDied`, and `ray.exceptions.RayTaskError` if an engine failed without dying."""
         if not self._loaded:
             raise RuntimeError("the engines' weights are not complete: call `load` first")
         self._rollouts += 1
@@ -238,7 +215,6 @@ class RayEngines(RolloutEngine):
             self._stop_rollout()
 
     def _assign(self, waiting: deque[tuple[int, Group]], sampling: Sampling) -> None:
-        """Give groups to engines as long as these can run them."""
         for engine in self._engines.values():
             if engine.stream is None:
                 method = engine.actor.stream.options(num_returns="streaming")
@@ -260,11 +236,8 @@ class RayEngines(RolloutEngine):
             engine.actor.stop.remote(self._rollouts)
 
     def load(self, send: Send, version: str) -> str | None:
-        """Have `send` send weights to all engines; later rollouts carry `version`.
-
-        Returns what `send` does. Raises `EngineDied` if an engine is gone or does not answer in
-        time.
-        """
+        """`send` sends weights to all engines; later rollouts carry `version`. Raises
+        `EngineDied`."""
         self._loaded = False
         self._call_all("prepare_load")
         adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
@@ -273,20 +246,16 @@ class RayEngines(RolloutEngine):
         return adapter
 
     def release(self) -> None:
-        """See `RolloutEngine`; does nothing for engines that share no GPU with a trainer."""
         self._call_all("release")
 
     def resume(self) -> None:
-        """See `RolloutEngine`."""
         self._call_all("resume")
 
     def close(self) -> None:
-        """End all engines."""
         for slot in list(self._engines):
             self._end(slot)
 
     def _start(self, slot: int) -> None:
-        """Start an engine; none if Ray has no GPUs for it."""
         arguments = dict(self._arguments)
         if arguments.get("random_seed") is not None:
             # With one seed, all engines would answer the same prompt with the same samples.
@@ -323,7 +292,6 @@ class RayEngines(RolloutEngine):
             remove_placement_group(engine.placement)
 
     def _call_all(self, method: str, *arguments: Any) -> None:
-        """Call the method on all engines at the same time; raises `EngineDied`."""
         calls = {
             slot: engine.actor.call.remote(method, *arguments)
             for slot, engine in self._engines.items()

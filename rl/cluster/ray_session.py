@@ -23,11 +23,8 @@ _NCCL_ARGUMENTS = {
 
 @contextmanager
 def connected(config: ClusterConfig) -> Iterator[None]:
-    """This process as a driver of Ray: of the cluster that `RAY_ADDRESS` names or that runs on this
-    machine, else of one that is started here and ended with the block.
-
-    Raises `InputError` if the cluster has GPUs, but fewer than `config` needs.
-    """
+    """A driver of the Ray cluster that `RAY_ADDRESS` names or that runs here, else of one started
+    for the block. Raises `InputError` if the cluster has GPUs, but too few."""
     started = not ray.is_initialized()
     if started:
         # Ray's processes have half a minute to start, which is too short if cores are busy.
@@ -50,18 +47,14 @@ def connected(config: ClusterConfig) -> Iterator[None]:
 
 
 def ray_gpus() -> int:
-    """GPUs of all hosts of the Ray cluster."""
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 def actor_options(server_args: Mapping[str, Any], **variables: str) -> dict[str, Any]:
-    """Ray's options of an actor that needs no CPU of its own.
-
-    It imports from the same folders as this process, for tasks and rewards of the user, and has the
-    environment `variables` and NCCL's settings. Trainers must have those of SGLang's processes,
+    """Ray's options of an actor that needs no CPU of its own. It imports from the same folders as
+    this process, for tasks and rewards of the user, and has NCCL's settings of SGLang's processes,
     which depend on `server_args`: otherwise two GPUs of one host would exchange memory handles of
-    different kinds, and wait for each other for ever. A value that the user has exported stays.
-    """
+    different kinds, and wait for each other for ever. Values that the user exported stay."""
     # Exported for all of Ray, as some frameworks ask for, it would give trainers the same GPU.
     variables.setdefault("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "0")
     for name, arguments in _NCCL_ARGUMENTS.items():
@@ -75,10 +68,8 @@ def actor_options(server_args: Mapping[str, Any], **variables: str) -> dict[str,
 
 
 def use_network_of_ray() -> None:
-    """Have gloo use the network on which Ray reaches this host, unless the user names another one.
-
-    By itself gloo uses the address of the host's name, which is often 127.0.0.1.
-    """
+    """Point gloo at Ray's network, unless the user names another: by itself it takes the address of
+    the host's name, often 127.0.0.1."""
     address = ray.util.get_node_ip_address()
     for name, found in psutil.net_if_addrs().items():
         if any(one.address == address for one in found):

@@ -1,7 +1,5 @@
-"""The learner of a run with `[cluster]`: the same calls as `Learner`, on all trainer workers.
-
-Weights never pass through this process.
-"""
+"""The learner of a run with `[cluster]`: the calls of `Learner`, on all trainer workers. Weights
+never pass through this process."""
 
 import time
 from collections.abc import Mapping
@@ -32,20 +30,13 @@ _GRACE_S = 30.0
 
 
 def _on_all_workers(method: str) -> Any:
-    """That method of `Learner` on all workers; it returns what the first one returns."""
     return lambda learner, *arguments: learner._call(method, *arguments)
 
 
 class RemoteLearner(Learner):
-    """A learner that stands for the workers of `config.cluster`."""
-
     def __init__(self, config: TrainConfig) -> None:
-        """Start the workers and load the model.
-
-        Raises:
-            TrainersLost: a worker died, or Ray has no GPUs for all.
-            InputError: the GPUs that colocated engines would share are on different hosts.
-        """
+        """Raises `TrainersLost` if a worker died or Ray lacks GPUs, and `InputError` if GPUs that
+        colocated engines would share are on different hosts."""
         assert config.cluster is not None, "a run without [cluster] has a learner of its own"
         self._cluster = cluster = config.cluster
         self._config = config
@@ -92,7 +83,6 @@ class RemoteLearner(Learner):
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
     ) -> RayEngines:
-        """All engines of `[cluster]`."""
         places = self._engine_places() if self._cluster.colocate else []
         return RayEngines(self._cluster, config, model_path, defaults, places)
 
@@ -118,7 +108,6 @@ class RemoteLearner(Learner):
         return engine.load(send, version)
 
     def close(self) -> None:
-        """End the workers."""
         for worker in self._workers:
             ray.kill(worker)
         remove_placement_group(self._group)
@@ -144,7 +133,7 @@ class RemoteLearner(Learner):
         return places
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """What `method` of the learner returns on the first worker, once all are done."""
+        """Returns the first worker's result, once all are done."""
         # Stored once, instead of once for each worker.
         stored = ray.put([self._put(a) if isinstance(a, Batch) else a for a in arguments])
         return self._get([worker.call.remote(method, stored) for worker in self._workers])[0]

@@ -20,8 +20,6 @@ from sparrow_sglang.rl.ranks import Ranks
 
 
 class TrainerActor:
-    """A rank of the trainer, the first of which answers for all."""
-
     def __init__(self, config: TrainConfig, cluster: ClusterConfig) -> None:
         use_network_of_ray()
         self._config, self._cluster = config, cluster
@@ -32,18 +30,15 @@ class TrainerActor:
         self._read = lru_cache(maxsize=1)(ray.get)
 
     def place(self) -> tuple[str, str, tuple[str, int]]:
-        """The Ray node, the CUDA device on it ("" without a GPU), and the address at which the
-        other ranks find this one, if it is the first."""
+        """The Ray node, the CUDA device on it ("" without a GPU), and the address for other
+        ranks."""
         context = ray.get_runtime_context()
         devices = ",".join(context.get_accelerator_ids().get("GPU", []))
         return context.get_node_id(), devices, (self._address, self._store.port)
 
     def load(self, ranks: Ranks, address: tuple[str, int], threads: int) -> torch.dtype:
-        """Enter torch's default process group and load the model; returns the dtype that weights
-        are served in.
-
-        `threads` are for work on the CPU, which an offloaded optimizer has much of.
-        """
+        """Enter torch's default process group and load the model; returns the serving dtype.
+        `threads` are for an offloaded optimizer."""
         # Ray gives an actor without CPUs of its own a single one.
         torch.set_num_threads(threads)
         limit = timedelta(seconds=self._cluster.collective_timeout_s)
@@ -59,10 +54,8 @@ class TrainerActor:
         return self._learner.compute_dtype
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call that method of the learner, or of this actor if it has one, on all ranks.
-
-        Arguments that are references of Ray are read.
-        """
+        """Call that method of this actor, else of the learner, on all ranks; references are
+        read."""
         owner = self if hasattr(self, method) else self._learner
         values = [self._read(a) if isinstance(a, ray.ObjectRef) else a for a in arguments]
         result = getattr(owner, method)(*values)
@@ -78,10 +71,7 @@ class TrainerActor:
     def send(
         self, actors: Mapping[int, Any], dtype: torch.dtype, version: str, adapted: bool
     ) -> str | None:
-        """Send the weights to engines, in their `dtype`; see `Learner.deliver`.
-
-        Raises `EngineDied` if an engine does not take them.
-        """
+        """See `Learner.deliver`. Raises `EngineDied` if an engine does not take the weights."""
         colocated = self._cluster.colocate
         failure: Exception | None = None
         for bucket in pack(self._learner.weights(adapted, dtype)):
@@ -108,10 +98,8 @@ class TrainerActor:
         return ADAPTER if adapter is not None else None
 
     def _share(self, actors: Mapping[int, Any], bucket: Any, version: str) -> Exception | None:
-        """Have engines on the same GPUs read the bucket where it is; returns why that failed.
-
-        Each rank of an engine reads from the trainer on its GPU. Only handles of the memory travel.
-        """
+        """Each rank of a colocated engine reads the bucket from the trainer on its GPU; only
+        handles travel. Returns why that failed."""
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         if bucket.get_flattened_tensor().is_cuda:

@@ -19,19 +19,14 @@ time includes the set-up of NCCL's connections."""
 
 
 class WeightBroadcast:
-    """The process group of this process, which is rank 0, and the ranks of engines."""
-
     def __init__(self, ranks_per_engine: int) -> None:
         self._ranks = ranks_per_engine
         self._name = f"sparrow-weights-{uuid.uuid4().hex[:8]}"
         self._group: Any = None
 
     def send(self, actors: Mapping[int, Any], bucket: Any, version: str) -> None:
-        """Broadcast one bucket of `pack` to `actors`, by their numbers, until all have loaded it.
-
-        The actors must be the same each time. Raises `EngineDied` if not all have joined, or loaded
-        the bucket, within `LIMIT_S`; they may wait for ever then.
-        """
+        """Broadcast one bucket of `pack` until all `actors`, the same each time, have loaded it.
+        Raises `EngineDied` unless they do within `LIMIT_S`; they may wait for ever then."""
         if self._group is None:
             self._group = self._joined(actors)
         received = {
@@ -83,7 +78,7 @@ def _broadcast(data: torch.Tensor, group: Any) -> None:
 
 
 def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) -> Any:
-    """What `call()` returns here, once the engines have answered; the first error as it arrives."""
+    """The result of `call()`, once the engines have answered; the first error as it arrives."""
     # In a thread, because the call would wait for an engine that has died.
     ours = _in_background(call)
     theirs = {answer.future(): f"engine {slot}" for slot, answer in answers.items()}
@@ -102,7 +97,6 @@ def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) ->
 
 
 def _in_background(call: Callable[[], Any]) -> "Future[Any]":
-    """Run `call` in a thread that does not keep the process from ending; returns its future."""
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -1,7 +1,4 @@
-"""A rollout engine in the trainer's process: `sglang.Engine`, made to survive a training run.
-
-`ray_engines` has the same interface, `rollout_engine.RolloutEngine`, over many machines.
-"""
+"""A rollout engine in the trainer's process: `sglang.Engine`, made to survive a training run."""
 
 import asyncio
 import atexit
@@ -31,10 +28,8 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def pack(tensors: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Any]:
-    """Copies of all tensors in their order, on their device, as SGLang's `FlattenedTensorBucket`.
-
-    One bucket is alive at a time. The tensors of a bucket have one dtype, so that each is aligned.
-    """
+    """Copies of all tensors in order, on their device, as SGLang's `FlattenedTensorBucket`, one
+    alive at a time. A bucket has one dtype, so that each tensor is aligned."""
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     waiting: list[tuple[str, torch.Tensor]] = []
@@ -50,7 +45,7 @@ def pack(tensors: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> Iterator[An
 
 
 def serialized(bucket: Any) -> bytes:
-    """Handles of a bucket's memory for one process, in SGLang's load format "flattened_bucket"."""
+    """Handles of a bucket's memory for one process, as SGLang's "flattened_bucket"."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     payload: bytes = MultiprocessingSerializer.serialize(
@@ -66,20 +61,12 @@ ANSWER_TIMEOUT_S = 600.0
 
 
 class LocalEngine(RolloutEngine):
-    """An `sglang.Engine` of this process, on the trainer's GPU or on the CPU.
-
-    Must be built and used in one thread. On CUDA, SGLang's memory saver is on unless `server_args`
-    say otherwise. Methods that wait for the engine raise `EngineDied` if one of its processes is
-    gone. `engine` is the `sglang.Engine`, for uses that this interface does not cover, and `dtype`
-    is what it computes in.
-    """
+    """An `sglang.Engine` of this process, built and used in one thread. On CUDA, SGLang's memory
+    saver is on by default. Methods that wait for the engine raise `EngineDied` if one of its
+    processes is gone. `engine` is the `sglang.Engine`, and `dtype` what it computes in."""
 
     def __init__(self, model_path: str, schedule: str = "auto", **server_args: Any) -> None:
-        """Start the engine with sparse decode by `schedule`, or dense decode if that is "dense".
-
-        Raises:
-            ValueError: the schedule, the model or the arguments cannot be served.
-        """
+        """Raises `ValueError` if schedule, model or arguments cannot be served."""
         import sglang
 
         keep_warnings()
@@ -109,7 +96,6 @@ class LocalEngine(RolloutEngine):
         more_groups: MoreGroups | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; the callbacks are called every second, and after each response."""
         if self._version is None:
             raise RuntimeError(
                 "the engine's weights were released or loaded in part: call update_weights first"
@@ -127,23 +113,16 @@ class LocalEngine(RolloutEngine):
         yield from responses.stream(on_finished, more_groups, should_stop)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
-        """Load weights under their checkpoint names; later rollouts carry `version`.
-
-        Tensors may lie on the CPU or on the engine's device.
-
-        Raises:
-            RuntimeError: the engine was still busy after a minute, or SGLang refused a tensor. In
-                the latter case the engine holds a mixture of old and new weights, and generates
-                nothing until all are loaded again.
-        """
+        """Load weights under their checkpoint names; later rollouts carry `version`. Raises
+        `RuntimeError` if the engine was still busy after a minute, or SGLang refused a tensor: the
+        engine then generates nothing until all are loaded again."""
         self.prepare_load()
         for bucket in pack(tensors):
             self.load_parts([serialized(bucket) for _ in range(self._tp_size)], version)
         self.finish_load(version)
 
     def load_parts(self, parts: Sequence[bytes], version: str) -> None:
-        """Load a bucket between `prepare_load` and `finish_load`; `parts` are handles of its memory
-        for each rank of the engine, by `serialized`."""
+        """Load a bucket; `parts` are handles for each rank of the engine, by `serialized`."""
         self._weights_call(
             "update_weights_from_tensor",
             "UpdateWeightsFromTensorReqInput",
@@ -167,8 +146,7 @@ class LocalEngine(RolloutEngine):
         )
 
     def receive(self, metadata: Sequence[Any], group: str, version: str) -> None:
-        """Load the bucket of tensors `metadata` that rank 0 of the group broadcasts, between
-        `prepare_load` and `finish_load`."""
+        """Load the bucket of tensors `metadata` that rank 0 of the group broadcasts."""
         self._weights_call(
             "update_weights_from_distributed",
             "UpdateWeightsFromDistributedReqInput",
@@ -197,7 +175,6 @@ class LocalEngine(RolloutEngine):
         self._loading = True
 
     def finish_load(self, version: str) -> None:
-        """Allow rollouts again, from weights that are now complete."""
         self._weight_session("end")
         self._loading = False
         self._version = version
@@ -208,22 +185,17 @@ class LocalEngine(RolloutEngine):
             self._require(self._run(call))
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
-        """Load a LoRA adapter, replacing one of the same name; used if `Sampling` names it.
-
-        The engine must have been started with `enable_lora`; `tensors` and `config` are PEFT's.
-        Raises `ControlError`, a `ValueError`, if they do not fit the engine.
-        """
+        """Load PEFT's `tensors` and `config` as LoRA adapter, replacing one of the same name.
+        Raises `ControlError`, a `ValueError`, if they do not fit the engine."""
         self._run(load_adapter(self._manager, name, config, tensors))
 
     def release(self) -> None:
-        """See `RolloutEngine`; does nothing without SGLang's memory saver."""
         if self._saves_memory and not self._released:
             self.prepare_load()
             self._call("release_memory_occupation", "ReleaseMemoryOccupationReqInput")
             self._released = True
 
     def resume(self) -> None:
-        """See `RolloutEngine`; does nothing if nothing was released."""
         if self._released:
             self._call("resume_memory_occupation", "ResumeMemoryOccupationReqInput")
             self._released = False
@@ -250,7 +222,6 @@ class LocalEngine(RolloutEngine):
             raise RuntimeError(f"SGLang did not take the weights: {message}")
 
     def _call(self, method: str, request: str, **fields: Any) -> Any:
-        """What a method of SGLang's tokenizer manager answers to a request of that type."""
         from sglang.srt.managers import io_struct
 
         asked = getattr(io_struct, request)(**fields)
@@ -269,18 +240,14 @@ class LocalEngine(RolloutEngine):
         return task.result()
 
     async def _take_signals_back(self, on_sigterm: Any) -> None:
-        """Undo what SGLang does to signals on its first request.
-
-        SGLang would kill this process when a process of the engine dies, and keep SIGTERM from the
-        trainer. Dead processes are found by polling instead.
-        """
+        """Undo SGLang's signal handling, which would kill this process with one of the engine's and
+        keep SIGTERM from the trainer. Dead processes are found by polling."""
         self._manager.auto_create_handle_loop()
         take_signals_back(self.engine.loop, on_sigterm)
         if self._manager._subprocess_watchdog is not None:
             self._manager._subprocess_watchdog.stop()
 
     def require_alive(self) -> None:
-        """Raise `EngineDied` if a process of the engine is gone."""
         self._processes.require_alive()
 
 

@@ -20,8 +20,6 @@ class EngineNotStarted(EngineDied):
 
 
 class EngineProcesses:
-    """The processes of one engine, by their ids."""
-
     def __init__(self, pids: Iterable[int]) -> None:
         self._processes = [psutil.Process(pid) for pid in pids]
 

@@ -24,11 +24,8 @@ POLL_S = 1.0
 
 @dataclass(eq=False)
 class Responses:
-    """Responses that the engine of `manager`, SGLang's tokenizer manager, samples.
-
-    All come from the weights `weight_version` under `schedule`. `switchable` says whether the
-    engine has the sparrow backend.
-    """
+    """Responses that `manager`, SGLang's tokenizer manager, samples. `switchable`: the engine has
+    the sparrow backend."""
 
     manager: Any
     loop: asyncio.AbstractEventLoop
@@ -59,11 +56,8 @@ class Responses:
         more_groups: MoreGroups | None,
         should_stop: ShouldStop | None,
     ) -> Iterator[tuple[int, Group]]:
-        """As `RolloutEngine.stream`; the callbacks are called after each response, and regularly.
-
-        Raises `RolloutError`, and `EngineDied` if a process of the engine is gone or no response is
-        finished within `sampling.timeout_s`.
-        """
+        """As `RolloutEngine.stream`. Raises `RolloutError`, and `EngineDied` if a process is gone
+        or no response is finished within `sampling.timeout_s`."""
         silent_s = 0.0
         try:
             while True:
@@ -102,7 +96,6 @@ class Responses:
                 self._abandon()
 
     async def _finished(self, position: int, rollout: Rollout) -> tuple[int, Rollout]:
-        """The finished response, or the unfinished one if the rollout was stopped."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         if self._stopped:
@@ -125,7 +118,6 @@ class Responses:
         return position, response
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole response; none without a tokenizer."""
         return response_text(self.manager.tokenizer, ids) if self.manager.tokenizer else ""
 
     def _group(self, position: int) -> Group:
@@ -136,7 +128,6 @@ class Responses:
         self.manager.abort_request(abort_all=True)
 
     def _abandon(self) -> None:
-        """Stop all running requests, so that the engine becomes idle."""
         if self.processes.are_running():
             self.loop.run_until_complete(self._abort())
         for task in self._running:

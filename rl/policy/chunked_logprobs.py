@@ -17,17 +17,11 @@ def token_logprobs(
     temperature: float = 1.0,
     entropies: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at `tokens`: [n], fp32 (float64 for float64).
-
-    `hidden` is [n, H], `weight` the vocabulary projection [V, H], `tokens` int64 [n]. The product
-    takes the dtype of `hidden` and is accumulated and kept in fp32. Rows are processed in chunks of
-    at most `CHUNK_ELEMENTS` logits (one row at least); the backward pass recomputes the logits.
-    Differentiable once, in `hidden` and `weight`.
-
-    Also returns the `entropies` [n] in nats of the rows' distributions, without gradient; empty if
-    not asked for. They need no additional memory: log-probs replace the logits of a chunk in place,
-    and the probabilities take one copy of the chunk, as the log-sum-exp does.
-    """
+    """log softmax(hidden [n, H] @ weight.T [H, V] / temperature) at `tokens` [n]: [n], fp32
+    (float64 for float64), and `entropies` [n] in nats without gradient, empty unless requested. The
+    product takes the dtype of `hidden` and is accumulated and kept in fp32. Chunks of at most
+    `CHUNK_ELEMENTS` logits, recomputed in the backward pass; differentiable once, in `hidden` and
+    `weight`. Entropies need no additional memory."""
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
         hidden, weight, tokens, temperature, entropies
     )
@@ -46,10 +40,7 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1
 def acceptance_between(
     sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Exact acceptance rates, fp32 [n], of distributions given by last hidden states [n, H].
-
-    `head` is the vocabulary projection of both, [V, H]; logits are computed in chunks.
-    """
+    """Exact acceptance rates, fp32 [n], of two last hidden states [n, H] under `head` [V, H]."""
     projection = head.to(dense.dtype).t()
     rows = _rows_at_once(head)
     parts = [

@@ -1,8 +1,5 @@
-"""The trained model: dense log-probs of responses, and the optimizer's step.
-
-Sequences are packed into micro-batches without padding; each attends to itself only, by full causal
-attention.
-"""
+"""The trained model: dense log-probs of responses, and the optimizer's step. Sequences are packed
+into micro-batches without padding; each attends to itself only."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,11 +27,8 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch: concatenated sequences, [T].
-
-    `predictors` [n] are the positions whose output predicts the response tokens `targets` [n];
-    `where` [n] are the indices of these among all response tokens of the batch.
-    """
+    """A micro-batch: concatenated sequences, [T]. `predictors` [n] are the positions that predict
+    the response tokens `targets` [n]; `where` [n] are their indices in the batch."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -46,16 +40,13 @@ class Packed:
 
     @property
     def idle(self) -> bool:
-        """Whether it predicts nothing, and exists only because other ranks have a micro-batch."""
+        """It exists only because other ranks have a micro-batch."""
         return not len(self.where)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of sequences that share a micro-batch of at most `capacity` tokens.
-
-    First-fit decreasing, which needs at most 11/9 of the fewest possible micro-batches. A sequence
-    longer than `capacity` gets a micro-batch of its own.
-    """
+    """Indices of sequences that share a micro-batch of at most `capacity` tokens, by first-fit
+    decreasing; a longer sequence gets one of its own."""
     packs: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -72,12 +63,9 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def assign_to_ranks(
     packs: list[list[int]], lengths: Sequence[int], ranks: int
 ) -> list[list[list[int]]]:
-    """The packs of each rank: equally many, in rounds whose longest sequences are similar.
-
-    Similar lengths matter because ranks wait for each other after every layer. The fullest packs
-    are halved until every rank has one in every round; if there are too few sequences, some packs
-    are empty.
-    """
+    """The packs of each rank, equally many, in rounds of similar longest sequences, as ranks wait
+    for each other after every layer. The fullest are halved until every rank has one in every
+    round; if there are too few sequences, some are empty."""
     if ranks == 1:
         return [packs]
     packs = list(packs)
@@ -93,7 +81,6 @@ def assign_to_ranks(
 
 
 def idle(device: torch.device) -> Packed:
-    """A micro-batch of two tokens that predicts nothing."""
     none = torch.empty(0, dtype=torch.int64, device=device)
     tokens = build_micro_batch([((0,), (0,))], np.arange(1), device)
     return replace(tokens, predictors=none, targets=none, where=none)
@@ -102,7 +89,7 @@ def idle(device: torch.device) -> Packed:
 def build_micro_batch(
     sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device
 ) -> Packed:
-    """Pack `sequences`; `where` [n] are the indices of their response tokens in the batch."""
+    """`where` [n] are the indices of the response tokens of `sequences` in the batch."""
     tokens = np.concatenate([part for sequence in sequences for part in sequence])
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -132,10 +119,8 @@ batch, sequences one after the other, both on the policy's device) -> scalar; lo
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step: summed loss, gradient norm before clipping, micro-batches.
-
-    No step was `taken` if the norm is not finite.
-    """
+    """Summed loss, gradient norm before clipping, micro-batches. No step was `taken` if the norm is
+    not finite."""
 
     loss: float
     grad_norm: float
@@ -147,18 +132,12 @@ class StepResult:
 
 
 class DensePolicy:
-    """A transformers causal language model under AdamW.
-
-    Weights of dtype float32 are trained themselves and cast to bf16 for each product on a GPU. Of
-    weights in bfloat16 the optimizer keeps an fp32 copy: it updates the copy, from which the
-    weights are rounded, and gradients of micro-batches are added up in fp32. With
-    `optimizer.offload` it keeps such a copy in either case, in the memory of the CPU, where
-    gradients are added up and steps are taken.
-
-    With several `ranks`, each holds a shard of weights, copies and moments. All call the same
-    methods with the same arguments; each computes a share of the micro-batches, and gets the
-    results of all.
-    """
+    """A transformers causal language model under AdamW. float32 weights are trained themselves, and
+    cast to bf16 for each product on a GPU. Of bfloat16 weights the optimizer keeps an fp32 copy,
+    from which they are rounded; gradients of micro-batches add up in fp32. With `optimizer.offload`
+    the copy is in CPU memory in either case, and steps are taken there. With several `ranks`, each
+    holds a shard and computes a share of the micro-batches; all call the same methods with the same
+    arguments, and get the results of all."""
 
     def __init__(
         self,
@@ -168,7 +147,7 @@ class DensePolicy:
         device: str | torch.device,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Takes over `model`. Raises `ValueError` on architectures it would compute wrongly."""
+        """Takes over `model`. Raises `ValueError` on unsupported architectures."""
         head_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
         if problem := unsupported(model.config, head_bias):
             raise ValueError(problem)
@@ -216,7 +195,6 @@ class DensePolicy:
         device: str | torch.device,
         ranks: Ranks = ALONE,
     ) -> "DensePolicy":
-        """The policy from the checkpoint that `config.path` names."""
         model = AutoModelForCausalLM.from_pretrained(
             model_folder(config.path), dtype=getattr(torch, config.dtype)
         )
@@ -224,7 +202,6 @@ class DensePolicy:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of matrix products, in which the weights are served and exported."""
         dtype: torch.dtype = self.model.dtype
         return torch.bfloat16 if self.device.type == "cuda" else dtype
 
@@ -235,11 +212,8 @@ class DensePolicy:
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
     ) -> list[torch.Tensor]:
-        """Log-probs of each response's tokens: fp32 [T] per sequence, on the CPU.
-
-        They are dense log-probs, or with a `schedule` those of the distribution that a server with
-        this schedule samples from.
-        """
+        """Log-probs fp32 [T] per response, on the CPU: dense, or those of a server with
+        `schedule`."""
         return self.score_with_entropy(sequences, temperature, schedule)[0]
 
     @torch.no_grad()
@@ -249,8 +223,7 @@ class DensePolicy:
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Log-probs as from `score`, and the entropies in nats of the same distributions: each fp32
-        [T] per sequence, on the CPU."""
+        """As `score`, and the distributions' entropies in nats."""
         self.model.eval()
         counts = [len(response) for _, response in sequences]
         logprobs, entropies = torch.zeros(sum(counts)), torch.zeros(sum(counts))
@@ -269,7 +242,6 @@ class DensePolicy:
         entropies: bool,
         rule: SparseRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`token_logprobs` of a micro-batch."""
         return self.gathered(
             lambda: token_logprobs(
                 self.hidden(packed, rule),
@@ -281,10 +253,7 @@ class DensePolicy:
         )
 
     def gathered(self, compute: Callable[[], _Result]) -> _Result:
-        """Run `compute()` with the head gathered from all ranks, and each layer during `hidden`.
-
-        Gradients flow through the tensors that `compute` returns.
-        """
+        """Run `compute()` with the head gathered from all ranks, and each layer during `hidden`."""
         if self._sharded is None:
             return compute()
         result: _Result = self._sharded(compute)
@@ -292,7 +261,7 @@ class DensePolicy:
 
     @property
     def head(self) -> torch.Tensor:
-        """The vocabulary projection, [V, H]; inside `gathered` only."""
+        """[V, H]; inside `gathered` only."""
         weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -303,11 +272,9 @@ class DensePolicy:
         adapted: Callable[[], AbstractContextManager[Any]] = nullcontext,
         temperature: float = 1.0,
     ) -> list[np.ndarray]:
-        """Exact acceptance rates of each response's tokens: float64 [T] per sequence.
-
-        Both distributions come from this model at `temperature`: the dense one, and the one that a
-        server with `schedule` samples from. The context `adapted` is entered for the latter.
-        """
+        """Exact acceptance rates, float64 [T] per response, of this model's dense distribution and
+        that of a server with `schedule`, computed in the context `adapted`; both at
+        `temperature`."""
         return self.acceptances(sequences, schedule, [adapted], temperature)[0]
 
     @torch.no_grad()
@@ -344,11 +311,9 @@ class DensePolicy:
         temperature: float = 1.0,
         entropies: torch.Tensor | None = None,
     ) -> StepResult:
-        """Take one optimizer step with the clipped gradient of the summed micro-batch losses.
-
-        `entropies`, [N] zeros on the CPU, is filled with what `score_with_entropy` would give.
-        A gradient that is not finite is logged, and weights and optimizer stay as they are.
-        """
+        """One optimizer step with the clipped gradient of the summed micro-batch losses. Fills
+        `entropies`, [N] zeros on the CPU. A gradient that is not finite is logged, and the step
+        skipped."""
         self.model.train()
         # If the loss raised in an earlier call, that call has left gradients behind.
         self.model.zero_grad()
@@ -370,24 +335,20 @@ class DensePolicy:
         return StepResult(float(total), norm, count)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-        """Each parameter: checkpoint name, parameter (maybe sharded), and the fp32 weights that the
-        optimizer updates, on their own device (own rows)."""
+        """Checkpoint name, parameter (maybe sharded), and fp32 weights of the optimizer (own
+        rows)."""
         for (name, parameter), master in zip(self._named, self._masters, strict=True):
             yield name, parameter, master.detach()
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their checkpoint names, tied weights once; rounded to `dtype` if given.
-
-        On one rank those that keep their dtype share memory with the parameters, so a step changes
-        them. With several ranks each weight is gathered into a copy, and all ranks must iterate.
-        """
+        """Weights under their checkpoint names, tied ones once; rounded to `dtype` if given. On one
+        rank they may share memory with the parameters; with several, all ranks must iterate."""
         for name, parameter in self._named:
             # Rounded first: this halves what is gathered, and the memory that it takes.
             yield name, full_tensor(parameter.detach().to(dtype or parameter.dtype))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No gradients for the policy's own weights."""
         for parameter in self._params:
             parameter.requires_grad_(False)
         try:
@@ -397,9 +358,8 @@ class DensePolicy:
                 parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The fp32 weights and the optimizer's moments and step counts, by name, for
-        `torch.distributed.checkpoint`; they share their memory. With several ranks each gives its
-        own rows."""
+        """fp32 weights, moments and step counts, for `torch.distributed.checkpoint`; they share
+        memory, and each rank gives its own rows."""
         state = {}
         for (name, parameter), master, moments in zip(
             self._named, self._masters, self.optimizer.moments(), strict=True
@@ -411,7 +371,6 @@ class DensePolicy:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` gave."""
         moments = []
         for (name, _), master in zip(self._named, self._masters, strict=True):
             master.copy_(local(state[f"{name}.master"]))
@@ -426,7 +385,7 @@ class DensePolicy:
                 local(parameter).copy_(master)
 
     def hidden(self, packed: Packed, rule: SparseRule | None = None) -> torch.Tensor:
-        """Last hidden states that predict the targets: [n, H]; by full attention or by `rule`."""
+        """[n, H] that predict the targets; by full attention or by `rule`."""
         on_gpu = self.device.type == "cuda"
         cache = self._sharded is None  # Else autocast would cache a copy of each gathered layer.
         runs_twice = self.model.is_gradient_checkpointing and self.model.training
@@ -443,7 +402,6 @@ class DensePolicy:
         return hidden.bfloat16() if on_gpu else hidden
 
     def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
-        """Micro-batches of this rank."""
         for index, (prompt, response) in enumerate(sequences):
             if not (prompt and response):
                 raise ValueError(

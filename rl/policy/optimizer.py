@@ -20,12 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW over `parameters`, whose gradients are clipped to a joint norm of `grad_clip`.
-
-    `weight_decay` spares vectors such as norms and biases. With several `ranks`, the parameters are
-    this rank's shards. `owner` names the parameters in log messages. `skipped_in_a_row` counts the
-    steps skipped since the last one that was taken.
-    """
+    """AdamW over `parameters`, this rank's shards, with gradients clipped to a joint norm of
+    `grad_clip`; no weight decay of vectors. `owner` names the parameters in log messages.
+    `skipped_in_a_row` counts steps skipped since the last one taken."""
 
     def __init__(
         self,
@@ -37,7 +34,6 @@ class ClippedAdamW(torch.optim.AdamW):
         weight_decay: float = 0.0,
         **settings: Any,
     ) -> None:
-        """`settings` are those of `torch.optim.AdamW`."""
         matrices = [p for p in parameters if p.ndim > 1]
         vectors = [p for p in parameters if p.ndim <= 1]
         super().__init__(
@@ -62,10 +58,8 @@ class ClippedAdamW(torch.optim.AdamW):
         )
 
     def clipped_step(self) -> float:
-        """Take one step if the gradient is finite; clears it, and returns its norm before clipping.
-
-        A gradient that is not finite is logged, and parameters and moments stay as they are.
-        """
+        """Take one step if the gradient is finite, otherwise log it; clears it, and returns its
+        norm before clipping."""
         total = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if self._ranks.world > 1:
             total = self._ranks.add(total.square()).sqrt()
@@ -83,27 +77,21 @@ class ClippedAdamW(torch.optim.AdamW):
         return norm
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the steps that follow."""
         for group in self.param_groups:
             group["lr"] = lr
 
     def moments(self) -> list[dict[str, torch.Tensor]]:
-        """`MOMENTS` of each parameter."""
         return [{name: self.state[p][name] for name in MOMENTS} for p in self._parameters]
 
     def load_moments(self, moments: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Take over what `moments` gave."""
         of = dict(zip(self._parameters, moments, strict=True))
         ordered = [of[p] for group in self.param_groups for p in group["params"]]
         self.load_state_dict({**self.state_dict(), "state": dict(enumerate(ordered))})
 
 
 def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of training step `step`, counted from 0, of `steps`.
-
-    With a warm-up of w steps, step w - 1 is the first at `lr`. The decay reaches its end only after
-    the last step.
-    """
+    """Of training step `step`, counted from 0. With a warm-up of w steps, step w - 1 is the first
+    at `lr`; the decay reaches its end after the last step."""
     warmup, final = settings.warmup_steps, settings.final_lr_share
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -114,11 +102,8 @@ def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
-    """Move the gradient of a micro-batch into the fp32 sum of `master`.
-
-    A bf16 sum, whose 8 bits drop any addend below a 256th of the sum, would lose most of the
-    gradients of many micro-batches.
-    """
+    """Move a micro-batch's gradient into the fp32 sum of `master`: a bf16 sum would drop addends
+    below a 256th of it."""
     assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
     gradient = local(parameter.grad).to(master.device)
     if master.grad is None:

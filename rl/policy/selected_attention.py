@@ -1,8 +1,5 @@
-"""Attention of late positions over selected pages, without a mask of positions by positions.
-
-The selection takes one bit per KV head, position and page; the backward pass keeps nothing else
-besides what attention itself needs.
-"""
+"""Attention of late positions over selected pages. The selection takes one bit per KV head,
+position and page; the backward pass keeps nothing else besides what attention itself needs."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -28,11 +25,8 @@ def attend_by_blocks(
     mask: BlockMask,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of the late positions of S sequences over the pages selected for them.
-
-    `query` is [S, Hq, R, D], `key` and `value` [S, Hkv, T, D], `mask` that of `block_mask`.
-    Differentiable on a GPU, where the kernel is compiled at the first call. Returns [S, Hq, R, D].
-    """
+    """Attention of late positions over their selected pages: [S, Hq, R, D] of `query` [S, Hq, R,
+    D], `key` and `value` [S, Hkv, T, D]. Differentiable on a GPU; compiled at the first call."""
     for tensor in (query, key, value):
         _lengths_vary(tensor, 0, 2)
     attend = _compiled() if query.is_cuda else flex_attention
@@ -57,14 +51,11 @@ def block_mask(
     page_size: int,
     group: int,
 ) -> BlockMask:
-    """The mask of `attend_by_blocks` for `group` query heads per KV head, and T = `length` keys.
-
-    `positions` [S, R] are those of the queries, in order from each sequence's first late position;
-    after a sequence's last one they are padding with arbitrary values, whose attention is arbitrary
-    too. `selection` gives the rows of all queries in order, as bool chunks [S, Hkv, rows, pages] of
-    a multiple of BLOCK rows except for the last. Within its pages a position attends up to itself.
-    `page_size` must be a power of two.
-    """
+    """The mask of `attend_by_blocks` for `group` query heads per KV head and `length` keys.
+    `positions` [S, R] are those of the queries, in order; after a sequence's last one they are
+    padding, whose attention is arbitrary. `selection` gives the rows of all queries, as bool chunks
+    [S, Hkv, rows, pages] of a multiple of BLOCK rows except for the last. Within its pages a
+    position attends up to itself. `page_size` must be a power of two."""
     blocks = -(-length // BLOCK)
     # At least two words, as torch compiles a kernel of its own for a dimension of size 1.
     words = max(2, -(-length // (page_size * _WORD)))

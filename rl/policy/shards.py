@@ -20,12 +20,9 @@ _Result = TypeVar("_Result")
 
 
 class Sharded(nn.Module):
-    """A model of sharded layers, as the root module of FSDP; its forward runs a given function.
-
-    Parameters outside of layers (embeddings, last norm and vocabulary projection) are gathered
-    while `forward` runs. Wrapping the model's own forward would not do: the projection, which may
-    be the embeddings, is used after it.
-    """
+    """The root module of FSDP; its forward runs a given function, while parameters outside of
+    layers are gathered. The model's own forward would not do: the projection, which may be the
+    embeddings, is used after it."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
         """Moves the model to `device`, layer by layer, so that it need not fit there as a whole."""
@@ -56,7 +53,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_chunk(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of `full` that this rank holds of `tensor`, which has the same shape."""
     if not isinstance(tensor, DTensor):
         return full
     parts, rank = full.chunk(tensor.device_mesh.size()), tensor.device_mesh.get_local_rank()
@@ -64,10 +60,7 @@ def local_chunk(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor_like(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's `rows` as a tensor that is sharded as `tensor`, if that is sharded.
-
-    The rows may be on another device than `tensor`.
-    """
+    """This rank's `rows`, on any device, as a tensor that is sharded as `tensor`, if that is."""
     if not isinstance(tensor, DTensor):
         return rows
     mesh = init_device_mesh(rows.device.type, (tensor.device_mesh.size(),))

@@ -1,9 +1,6 @@
 """The sparse actor's distribution in the trainer: the server's rule for every generated position.
-
-Pages are selected exactly as `sparrow_sglang.attention_backends.reference` defines it; the
-selection is treated as constant, so gradients flow through the attention over the chosen pages
-only. transformers calls it under the name `ATTENTION`, with or without a rule.
-"""
+Pages are selected as `sparrow_sglang.attention_backends.reference` defines it; the selection is
+constant, so gradients flow through the attention over the chosen pages only."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +28,9 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Spans of a pack as rows that are as wide as the longest span.
-
-    `source` [rows, width] are the indices in the pack of the tokens that fill the rows; a span's
-    last token is repeated as padding. `target` [n] are the indices of the spans' tokens in the
-    flattened rows.
-    """
+    """Spans of a pack as rows as wide as the longest. `source` [rows, width] are the tokens'
+    indices in the pack; a span's last token is repeated as padding. `target` [n] are the spans'
+    tokens in the flattened rows."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -54,7 +48,6 @@ class Padding:
 # Cached, as every layer needs the same padding, in the forward and the backward pass.
 @lru_cache(maxsize=64)
 def padding(spans: tuple[tuple[int, int], ...], device: torch.device) -> Padding:
-    """The padding for spans (first, end) of a pack, each of at least one token."""
     lengths = [end - first for first, end in spans]
     width = max(lengths)
     column = np.arange(width)
@@ -64,10 +57,8 @@ def padding(spans: tuple[tuple[int, int], ...], device: torch.device) -> Padding
 
 
 def like_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs [first, last) of neighbours none of which is more than twice as long as another.
-
-    Padding a sequence to the longest of its run makes its attention at most four times as costly.
-    """
+    """Runs [first, last) of neighbours none of which is more than twice as long as another, so that
+    padding makes attention at most four times as costly."""
     runs: list[tuple[int, int]] = []
     first, shortest, longest = 0, 0, 0
     for index, length in enumerate(lengths):
@@ -85,11 +76,8 @@ def causal_attention(
     spans: Sequence[tuple[int, int]],
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of each span (first, end) of the pack to itself, padded to the longest.
-
-    `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D]; returns [1, Hq, n, D], the spans'
-    tokens one after the other.
-    """
+    """Attention of each span (first, end) to itself, padded to the longest. `query` is [1, Hq, T,
+    D], `key` and `value` [1, Hkv, T, D]; returns [1, Hq, n, D], the spans one after the other."""
     if len(spans) == 1:
         ((first, end),) = spans
         query, key, value = (tensor[:, :, first:end] for tensor in (query, key, value))
@@ -135,11 +123,8 @@ class SparseRule:
     )
 
     def pages_read(self, cached: int, layer: int, device: torch.device) -> torch.Tensor:
-        """Pages that a sparse layer reads, int64, indexed by the number of pages cached.
-
-        The result covers 0 to at least `cached` pages. It is computed once for all layers of the
-        same weight, as computing it in every layer would take too long at 32K positions.
-        """
+        """Pages that a sparse layer reads, int64, by the number of pages cached, 0 to at least
+        `cached`. Computed once for all layers of the same weight: it is slow at 32K positions."""
         weight = self.schedule.layer_weight(layer)
         known = self._read.get((device, weight))
         if known is None or len(known) <= cached:
@@ -150,13 +135,10 @@ class SparseRule:
     def selected_pages(
         self, query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], layer: int
     ) -> Iterator[torch.Tensor]:
-        """Pages that the positions `late` (start, end) of each of S sequences attend to.
-
-        `query` is [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Yields bool chunks
-        [S, Hkv, rows, pages up to the last of these rows], whose rows are a multiple of `BLOCK`
-        except for the last chunk's. `kept_pages` treats each position as a request of its own
-        length.
-        """
+        """Pages that the positions `late` (start, end) of each of S sequences attend to. `query` is
+        [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Yields bool chunks [S, Hkv,
+        rows, pages up to the last of these rows] of a multiple of `BLOCK` rows except for the
+        last."""
         schedule = self.schedule
         count, heads, length, _ = key.shape
         landmarks, pairs = stored_landmarks(key, schedule, layer)
@@ -185,11 +167,8 @@ class SparseRule:
             yield kept.unflatten(0, (len(scores), -1)).transpose(1, 2)
 
     def once(self, place: Hashable, choose: Callable[[], Any]) -> Any:
-        """The result of `choose` at this place of the model; the second call repeats the first.
-
-        For a forward pass that gradient checkpointing runs twice. The result is forgotten after
-        the second call, as there is no third.
-        """
+        """The result of `choose` at this place; the second call, of gradient checkpointing, repeats
+        and forgets the first."""
         if place in self._chosen:
             return self._chosen.pop(place)
         chosen = self._chosen[place] = choose()
@@ -207,14 +186,11 @@ def sparse_attention(
     scaling: float | None,
     runs_twice: bool = False,
 ) -> torch.Tensor:
-    """Attention of S sequences, the `spans` (first, end) of a pack, as the server computes it.
-
-    `query` is [1, Hq, T, D], `key` and `value` [1, Hkv, T, D], all after RoPE. Positions of the
-    prompt attend to everything before them; a later position t attends to the pages that the
-    schedule's budget allows this layer at sequence length t + 1. Returns [1, Hq, n, D], the spans'
-    tokens, concatenated. Under autocast, all inputs are rounded first, and with them the landmarks,
-    as on the server. The selection of a forward pass that `runs_twice` is computed once.
-    """
+    """Attention of the `spans` (first, end) of a pack, as the server computes it. `query` is [1,
+    Hq, T, D], `key` and `value` [1, Hkv, T, D], after RoPE. Prompt positions attend to everything
+    before them; a later position t to the pages that the budget allows this layer at length t + 1.
+    Returns [1, Hq, n, D], the spans concatenated. Under autocast, inputs and landmarks are rounded
+    first, as on the server. The selection of a pass that `runs_twice` is computed once."""
     device = query.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -267,10 +243,7 @@ def attend_by_rows(
     page_size: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """`attend_by_blocks` in plain torch; keeps a mask of [S, Hq, R, T] for the backward pass.
-
-    `selection` and `positions` are as of `block_mask`.
-    """
+    """`attend_by_blocks` in plain torch; keeps a mask of [S, Hq, R, T] for the backward pass."""
     group = query.shape[1] // key.shape[1]
     parts, first = [], 0
     # A single mask for all positions would also cover the tokens after each, half of them all.
@@ -300,11 +273,8 @@ def page_scores(
     landmarks: torch.Tensor,
     pairs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scores of full pages as by `reference.score_pages`: fp32 [S, Hkv, R, pages], with gradient.
-
-    `query` is [S, Hq, R, D]; `landmarks` [S, Hkv, pages, M, C] and `pairs` are as of
-    `stored_landmarks`.
-    """
+    """`reference.score_pages` of full pages: fp32 [S, Hkv, R, pages], with gradient, of `query` [S,
+    Hq, R, D] and `landmarks` [S, Hkv, pages, M, C]."""
     queries = group_queries(query.transpose(1, 2), landmarks.shape[1], pairs)
     queries = queries.permute(0, 2, 3, 1, 4)
     products = queries @ landmarks.flatten(2, 3).transpose(2, 3)[:, :, None]
@@ -324,10 +294,8 @@ def _rows_at_once(products_of_row: int) -> int:
 def stored_landmarks(
     key: torch.Tensor, schedule: BudgetSchedule, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Landmarks of keys [S, Hkv, T, D], and the rotary pairs that they keep, as of `kept_pairs`.
-
-    The landmarks are [S, Hkv, full pages, M, C] fp32, rounded to what the server stores.
-    """
+    """Landmarks [S, Hkv, full pages, M, C] fp32 of keys [S, Hkv, T, D], rounded to what the server
+    stores, and the rotary pairs of `kept_pairs`."""
     count, heads, length, dim = key.shape
     pairs = kept_pairs(schedule.selection, layer, range(heads), dim, key.device)
     full = length // schedule.page_size
@@ -362,7 +330,6 @@ def _attend_within_sequences(
     runs_twice: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of each sequence to itself over [1, heads, T, head_dim]: causal, or by the rule."""
     inputs, layer = (query, key, value), cast(int, module.layer_idx)
     spans = list(pairwise(accumulate(sequence_lengths, initial=0)))
     runs = like_lengths(sequence_lengths)

@@ -15,12 +15,8 @@ from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 
 
 def save_model(policy: DensePolicy, folder: Path | None) -> None:
-    """Write the weights and their config in the compute dtype, for transformers and SGLang.
-
-    Weights in fp32 would be served in another dtype than they were trained in: SGLang serves fp32
-    checkpoints as float16. All ranks must call this; those that only take part in gathering the
-    weights give None.
-    """
+    """Write weights and config in the compute dtype; fp32 checkpoints would be served as float16.
+    All ranks must call this, all but the first with None."""
     dtype = policy.compute_dtype
     exported = {}
     for name, weight in policy.named_weights(dtype):
@@ -33,7 +29,6 @@ def save_model(policy: DensePolicy, folder: Path | None) -> None:
 def export(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path
 ) -> None:
-    """Write `weights`, which have `dtype`, with the configs of `model`."""
     generation = model.generation_config
     # transformers refuses to write some generation configs that it reads, such as a temperature
     # without do_sample. They are written as they were read.
@@ -49,13 +44,11 @@ def export(
 
 
 def save_state(policy: DensePolicy, folder: Path) -> None:
-    """Write the exact weights and the optimizer's state, each rank its own rows."""
     with _quiet_about_one_process():
         dcp.save(policy.state_dict(), checkpoint_id=folder)
 
 
 def load_state(policy: DensePolicy, folder: Path) -> None:
-    """Take over what any number of ranks have written by `save_state`."""
     state = policy.state_dict()
     with _quiet_about_one_process():
         dcp.load(state, checkpoint_id=folder)

@@ -1,13 +1,8 @@
-"""Checkpoints: written completely or not at all, and restored bit-exactly.
-
-A checkpoint is a folder `step-000010` with `model/`, which transformers and SGLang can load as it
-is, in the dtype that the trainer computes in; `adapter/`, for PEFT and SGLang, if there is an
-adapter; `training/` (the exact fp32 weights and their optimizer state, for any number of trainer
-workers); `adapter.pt` (the state of the adapter and its optimizer); `random.pt` (random states);
-`carried.pt` (unfinished groups), if there are any; and `state.json` (steps taken, configuration,
-schedule, metrics of the last step). It is written under another name, flushed to the disk and then
-renamed. `best.json` beside them says which one had the best evaluation.
-"""
+"""Checkpoints: written completely or not at all, and restored bit-exactly. `step-000010` holds
+`model/`, which transformers and SGLang load as it is, in the compute dtype; `adapter/`, for PEFT
+and SGLang; `training/` (exact fp32 weights and optimizer state, for any number of trainer workers);
+`adapter.pt` (the adapter's state); `random.pt`; `carried.pt` (unfinished groups); and `state.json`.
+`best.json` beside them names the best evaluated one."""
 
 import dataclasses
 import fcntl
@@ -71,11 +66,8 @@ _FREE = (
 
 @dataclass
 class State:
-    """Where a run stands, besides its weights.
-
-    Steps taken, metrics of the last step, number of prompts used to replace groups, response tokens
-    sampled, fingerprint of the training prompts, and groups that are carried over to the next step.
-    """
+    """Where a run stands, besides its weights. `replaced` counts prompts used to replace groups,
+    `tokens` response tokens sampled; `prompts` is the fingerprint of the training prompts."""
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -85,7 +77,6 @@ class State:
     carried: tuple[Group, ...] = ()
 
     def advance(self, tokens: int, replaced: int, carried: tuple[Group, ...]) -> None:
-        """Count a step that sampled `tokens` and replaced so many groups."""
         self.step += 1
         self.tokens += tokens
         self.replaced += replaced
@@ -94,10 +85,7 @@ class State:
 
 @contextmanager
 def owned(run_dir: Path) -> Iterator[None]:
-    """Make the folder and keep other processes out of it.
-
-    Raises `InputError` if another process trains in it, or if it cannot be made.
-    """
+    """Make the folder and keep other processes out. Raises `InputError`."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = open(run_dir / ".lock", "w")
@@ -124,7 +112,6 @@ class Checkpoints:
         self._keep = keep
 
     def newest(self) -> Path | None:
-        """The checkpoint with the most steps, or None."""
         return next(reversed(self._complete()), None)
 
     def best(self) -> dict[str, Any]:
@@ -139,16 +126,13 @@ class Checkpoints:
         return best
 
     def set_best(self, step: int, pass_rate: float) -> None:
-        """Keep the checkpoint of `step`, if there is one, until another is better."""
         self._folder.mkdir(exist_ok=True)
         write_json(self._folder / _BEST, {"step": step, "pass_rate": pass_rate})
 
     def begin(self, config: TrainConfig, resume: bool, prompts: str) -> Path | None:
-        """The checkpoint to resume from, None for a run that starts from the beginning.
-
-        Raises `InputError` if the folder holds a run that is not to be resumed, or that was trained
-        with other settings or other `prompts`, given by their fingerprint.
-        """
+        """The checkpoint to resume from, None to start from the beginning. Raises `InputError` if
+        the folder holds a run that is not to be resumed, or one of other settings or other
+        `prompts`."""
         delete_drafts(self._folder)
         newest = self.starting_point(config, resume, prompts)
         if newest is None:
@@ -157,7 +141,7 @@ class Checkpoints:
         return newest
 
     def starting_point(self, config: TrainConfig, resume: bool, prompts: str) -> Path | None:
-        """Returns and raises the same as `begin`, but changes nothing on the disk."""
+        """`begin` without changes on the disk."""
         newest = self.newest()
         if not resume:
             # The file is empty if a run ended before its first step, e.g. by a wrong engine
@@ -174,10 +158,8 @@ class Checkpoints:
         return newest
 
     def save(self, learner: Learner, tokenizer: Any, config: TrainConfig, state: State) -> Path:
-        """Write a checkpoint, replacing one of the same step, and delete all but the newest `keep`.
-
-        Raises `OSError` if the checkpoint cannot be written; older ones are still there then.
-        """
+        """Write a checkpoint, and delete all but the newest `keep` and the best. Raises `OSError`;
+        older ones are still there then."""
         target = self._folder / f"step-{state.step:06d}"
         self._folder.mkdir(parents=True, exist_ok=True)
         delete_drafts(self._folder)
@@ -199,7 +181,6 @@ class Checkpoints:
         return target
 
     def restore(self, folder: Path, learner: Learner) -> State:
-        """Restore weights, optimizers and the random states as they were saved."""
         with _readable(folder):
             fields = json.loads((folder / _STATE).read_text("utf-8"))
             known = {field.name for field in dataclasses.fields(State)}
@@ -227,7 +208,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _follow_umask(folder: Path) -> None:
-    """Give all files the mode of new ones: safetensors writes files that only their owner reads."""
+    """safetensors writes files that only their owner reads."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
@@ -238,11 +219,8 @@ def _follow_umask(folder: Path) -> None:
 def try_checkpoint(
     config: TrainConfig, model: PreTrainedModel, model_path: str, tokenizer: Any
 ) -> None:
-    """Write and read back a checkpoint of `model` that holds a single weight, and delete it.
-
-    `model` has the architecture of the policy, its weights on no device. Raises `InputError` if
-    anything on the way fails, or if the disk has no room for the run's checkpoints.
-    """
+    """Write and read back a checkpoint of `model`, on no device, with a single weight. Raises
+    `InputError` if that fails, or if the disk has no room for the run's checkpoints."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     folder = next(
         path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists()
@@ -284,8 +262,7 @@ def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
 
 @contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """Turn any error in the block into `OSError`: torch raises many, none of which says so, where
-    the disk is full."""
+    """Turn any error into `OSError`: torch raises many, none of which mentions a full disk."""
     try:
         yield
     except TrainersLost:
@@ -304,7 +281,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Turn any error in the block, as a damaged checkpoint may raise many, into `InputError`."""
+    """Turn any error, of which a damaged checkpoint raises many, into `InputError`."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
@@ -340,8 +317,7 @@ def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], chosen: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Settings that differ. One that `before` lacks is newer than the run, which had its default,
-    so it differs only where it is among those of `now` that are `chosen`: not left at theirs. One
-    that `now` lacks exists no more."""
+    so it differs only if `chosen`; one that `now` lacks exists no more."""
     for key in {**before, **chosen}.keys() & now.keys():
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

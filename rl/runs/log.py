@@ -30,8 +30,6 @@ _STAGES = ("rollout", "reward", "logprobs", "reference", "mismatch", "update", "
 
 
 class Clock:
-    """Seconds spent in each stage of a step."""
-
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._began = time.perf_counter()
@@ -45,8 +43,6 @@ class Clock:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        """`timing_s/<stage>`, `timing_s/step` since the clock was made, and response tokens per
-        second of rollout."""
         named = {f"timing_s/{stage}": seconds for stage, seconds in self.seconds.items()}
         return named | {
             "timing_s/step": time.perf_counter() - self._began,
@@ -55,14 +51,11 @@ class Clock:
 
 
 class RunLog:
-    """Writes one row of metrics per step, from `first` on.
-
-    Rows of step `first` and later, which a killed run wrote after its last checkpoint, are dropped.
-    An evaluation of the weights that the run resumes from is kept until they are evaluated again.
-    """
+    """Writes one row of metrics per step, from `first` on. Rows of step `first` and later, which a
+    killed run wrote after its last checkpoint, are dropped. An evaluation of the weights that the
+    run resumes from is kept until they are evaluated again."""
 
     def __init__(self, config: TrainConfig, first: int) -> None:
-        """Raises `InputError` if a logger that `config` asks for is not installed."""
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         self._dense = config.engine.schedule == DENSE
@@ -85,16 +78,13 @@ class RunLog:
         self.progress = Progress(config.steps, "step", first, quiet=True)
 
     def clock(self) -> Clock:
-        """The clock of a step that begins."""
         return Clock(self.progress)
 
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
-        """A function to call with the number of newly completed ones of `total` responses."""
         return self.progress.counter(stage, total, "responses")
 
     def keep(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows to the file `name` of the run's folder, each with its step; they are on the
-        disk when this returns."""
+        """Append rows to the file `name`, each with its step; flushed to the disk."""
         if rows:
             with open(self._path.with_name(name), "a", encoding="utf-8") as file:
                 file.write(_json_lines([{"step": step, **row} for row in rows]))
@@ -102,19 +92,16 @@ class RunLog:
                 os.fsync(file.fileno())
 
     def keep_evaluation(self, steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of an evaluation after `steps` steps to evaluations.jsonl."""
         if steps == self._first:
             # A run that resumes from these weights may have evaluated them before.
             _drop_rows(self._path.with_name(EVALUATIONS_FILE), steps)
         self.keep(EVALUATIONS_FILE, steps, rows)
 
     def keep_skipped(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of the data that cannot be used, with the reason of each."""
         if rows:
             write_text(self._path.with_name("skipped_rows.jsonl"), _json_lines(rows))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the row of a step, with the collapse alarm."""
         if ENTROPY in metrics and TAIL in metrics:
             self._rows.append(metrics)
             alarm = collapse_alarm(self._rows)
@@ -135,14 +122,12 @@ class RunLog:
             self.progress.advance()
 
     def close(self) -> None:
-        """Close the terminal display and TensorBoard."""
         self.progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool = False) -> str:
-    """One step in one line: rewards, mismatch, KV read, speed, alarms, and seconds per stage."""
     words = [
         f"step {step} ({step + 1}/{steps})",
         f"reward {metrics['critic/score/mean']:.3f}",
@@ -202,11 +187,8 @@ def response_rows(
     decode: Decode,
     tails: Mapping[tuple[str, int], float] | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each response of `groups`.
-
-    `rewards` and sub-scores `parts`, if there are any, are given per group, for its responses.
-    `tails`, if they were measured, are keyed by prompt id and sample. "length" is in tokens.
-    """
+    """`rewards` and sub-scores `parts` are per group, for its responses; `tails` are keyed by
+    prompt id and sample. "length" is in tokens."""
     return [
         {
             "task": group.prompt.task,
@@ -226,7 +208,6 @@ def response_rows(
 
 
 def check_logging(logging: LoggingConfig) -> None:
-    """Raises `InputError` if a place for metrics needs a package that is not installed."""
     if logging.tensorboard and find_spec("tensorboard") is None:
         raise InputError(
             "logging.tensorboard=true: the package tensorboard is not installed; install"
@@ -239,7 +220,7 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _drop_rows(path: Path, first: int) -> tuple[_Rows, _Rows]:
-    """Keep only the file's rows of steps before `first`; returns the kept and the dropped rows."""
+    """Returns the kept rows, of steps before `first`, and the dropped ones."""
     if not path.exists():
         return [], []
     lines = path.read_text("utf-8").splitlines(keepends=True)

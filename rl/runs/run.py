@@ -34,14 +34,10 @@ class Stopped(SystemExit):
 
 
 class Termination:
-    """How `Stopped` is raised in the main thread on SIGTERM and SIGINT.
-
-    A second SIGINT does not wait for a block that holds `Stopped` back. `at_once` is then set:
-    weights may be in the middle of a change, and nothing is to be saved any more. Other further
-    signals change nothing, as schedulers send several to end a process.
-    `Stopped` is a subclass of SystemExit, because asyncio keeps other exceptions in the task in
-    which they are raised.
-    """
+    """How `Stopped` is raised in the main thread on SIGTERM and SIGINT. A second SIGINT does not
+    wait for a block that holds it back; `at_once` is then set, and nothing is saved any more. Other
+    further signals change nothing, as schedulers send several. `Stopped` is a SystemExit, because
+    asyncio keeps other exceptions in the task in which they are raised."""
 
     def __init__(self) -> None:
         self.at_once = False
@@ -61,7 +57,6 @@ class Termination:
             raise Stopped(128 + self._asked)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of both signals."""
         now = time.monotonic()
         again = number == self._asked == signal.SIGINT and now - self._asked_at >= AGAIN_S
         first, self._asked = self._asked is None, number
@@ -81,7 +76,6 @@ class Termination:
 
 @contextmanager
 def termination_signals() -> Iterator[Termination]:
-    """Handle SIGTERM and SIGINT by a `Termination` within the block."""
     termination = Termination()
     signals = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, termination.handle) for number in signals}
@@ -94,7 +88,7 @@ def termination_signals() -> Iterator[Termination]:
 
 @dataclass
 class Run:
-    """The parts of a run, its `state`, and how many of the state's steps are in a checkpoint."""
+    """`saved` is how many of the steps of `state` are in a checkpoint."""
 
     config: TrainConfig
     setup: Setup
@@ -110,16 +104,13 @@ class Run:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Context of an update.
-
-        If the block raises, the policy may be only partly updated, and is not saved any more.
-        """
+        """If the block raises, the policy may be only partly updated, and is not saved any more."""
         self._updating = True
         yield
         self._updating = False
 
     def save(self) -> None:
-        """Write a checkpoint of the steps taken, unless there is nothing new."""
+        """Write a checkpoint, unless there is nothing new."""
         state = self.state
         if self._updating or state.step == self.saved or self.termination.at_once:
             return
@@ -129,7 +120,6 @@ class Run:
             self.saved = state.step
 
     def keep_if_best(self, pass_rate: float) -> None:
-        """Keep a checkpoint of the policy, if no earlier evaluation was as good as this one."""
         best = self.checkpoints.best()
         if not best or pass_rate > best["pass_rate"]:
             self.save()
@@ -138,11 +128,8 @@ class Run:
 
 @contextmanager
 def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
-    """Opens a run where its newest checkpoint left it; saves it at the end, also if it ends early.
-
-    Raises `InputError` if `config.run_dir` is in use, holds a run that is not to be resumed,
-    or one that was trained with other settings. A run that raises `TrainersLost` is not saved.
-    """
+    """Opens a run where its newest checkpoint left it; saves it at the end, also if it ends early,
+    unless by `TrainersLost`. Raises `InputError` if `config.run_dir` is in use or not resumable."""
     with owned(config.run_dir), termination_signals() as termination, ExitStack() as opened:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
         newest = checkpoints.begin(config, resume, setup.fingerprint)
@@ -195,13 +182,9 @@ def record_start(
     schedule: BudgetSchedule | None,
     device: str | None = None,
 ) -> None:
-    """Record in run.json that a run starts, or resumes, after `step` steps: its software, `device`
-    and settings.
-
-    `engine` is the configured engine with "auto" replaced by the name of `schedule`, whose bins the
-    tails of the acceptance rate have; None for dense rollouts. Entries of starts whose steps are
-    all taken again are dropped, as are their rows of metrics.
-    """
+    """Record in run.json that a run starts after `step` steps. `engine` has "auto" replaced by the
+    name of `schedule`. Entries of starts whose steps are all taken again are dropped, as are their
+    rows of metrics."""
     resolved = config.model_copy(update={"engine": engine})
     start = {
         "step": step,
@@ -226,5 +209,4 @@ def _open_learner(config: TrainConfig) -> Learner:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The folder of the newest checkpoint of a run, or None."""
     return Checkpoints(run_dir, keep=1).newest()

@@ -33,14 +33,10 @@ from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 @dataclass(frozen=True)
 class Setup:
-    """The result of `prepare`.
-
-    `train` and `heldout` hold no prompts that are too long. `heldout` is keyed by the names of
-    sets: a single set has an empty name, and without evaluation there are no sets. `schedule` is
-    None for dense and lossless rollouts. `engine` is the configured engine with "auto" replaced by
-    the name of the schedule, and the arguments of lossless decoding. `notes` are lines to print
-    when the run starts. `fingerprint` is that of the training prompts, in order.
-    """
+    """`train` and `heldout` hold no prompts that are too long; `heldout` is by set, "" for a single
+    one, empty without evaluation. `schedule` is None for dense and lossless rollouts. `engine` has
+    "auto" replaced by the schedule's name, and the arguments of lossless decoding. `notes` are
+    printed at the start; `fingerprint` is that of the training prompts."""
 
     model_path: str
     tokenizer: Any
@@ -54,11 +50,8 @@ class Setup:
 
 
 def check(config: TrainConfig) -> None:
-    """Checks all that can be checked within a second, before torch is imported.
-
-    That is settings, files and each of their lines, but no model. Raises as `prepare` does, which
-    checks the rest.
-    """
+    """Checks within a second, before torch is imported: settings, files and their lines, no model.
+    Raises as `prepare`."""
     _check_settings(config)
     if config.engine.schedule != AUTO:
         _schedule(config, None)
@@ -91,12 +84,8 @@ def _check_settings(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig) -> Setup:
-    """Prepare a run, and check everything that can be checked in seconds.
-
-    Raises:
-        InputError, ScheduleError, ModelError: something that `config` names is not there, is
-            wrong or does not fit the rest; the message says which, and what is allowed.
-    """
+    """Check all that takes seconds. Raises `InputError`, `ScheduleError` or `ModelError` on what
+    `config` names and is not there, is wrong or does not fit the rest."""
     _check_settings(config)
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)
@@ -160,7 +149,6 @@ def prepare(config: TrainConfig) -> Setup:
 
 
 def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
-    """Tokenizer and config of the model; checks its chat template and `chat_template_kwargs`."""
     from transformers import AutoConfig, AutoTokenizer
 
     from sparrow_sglang.rl.policy.dense_policy import unsupported
@@ -188,7 +176,7 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
 
 
 def _first_day(config: TrainConfig) -> datetime:
-    """When the run began that is to be resumed; now without a checkpoint to resume from."""
+    """When the run to be resumed began; now without a checkpoint."""
     resumable = any((config.run_dir / "checkpoints").glob("step-*"))
     starts = read_starts(config.run_dir / RUN_FILE) if resumable else []
     return datetime.fromisoformat(starts[0]["date"]).astimezone() if starts else datetime.now()
@@ -221,7 +209,6 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
-    """The schedule that `engine.schedule` names, None for dense rollouts."""
     schedule, page_size = config.engine.schedule, config.engine.server_args.get("page_size")
     page_size = page_size or PAGE_SIZE
     if schedule == DENSE:
@@ -237,7 +224,6 @@ def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
 
 
 def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokenizer: Any) -> None:
-    """Checks the adapter's modules, and that checkpoints of the model can be written and read."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,6 @@
-"""A container by bubblewrap, in which a Python program can harm nothing but its own result.
-
-The program sees a read-only system, Python with numpy, a small file system of its own in memory, no
-network and no other process. In one container it is run on several inputs, one after another.
-"""
+"""A bubblewrap container for Python programs: a read-only system, Python with numpy, a small file
+system in memory, no network and no other process. One container runs a program on several
+inputs."""
 
 import importlib.util
 import json
@@ -123,11 +121,8 @@ class SandboxError(SparrowError, RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits beyond which a program fails.
-
-    `memory_bytes` bounds the address space of each process. `processes` counts threads too.
-    `disk_bytes` holds for the program's files together, and for each of stdout and stderr.
-    """
+    """`memory_bytes` bounds the address space of each process; `processes` counts threads too;
+    `disk_bytes` holds for the program's files together, and for each of stdout and stderr."""
 
     wall_clock_s: float = 10.0
     memory_bytes: int = 1 << 30
@@ -137,8 +132,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The outcome of a program. If a signal ended it, `returncode` is below 0 or above 128; it is
-    None if the program was killed for its wall-clock time."""
+    """`returncode` is below 0 or above 128 after a signal, None after the wall-clock limit."""
 
     returncode: int | None
     stdout: str = ""
@@ -156,12 +150,9 @@ class SandboxResult:
 def run_contained(
     source: str, inputs: Sequence[str], limits: Limits, seconds: float
 ) -> list[SandboxResult]:
-    """Results of `source` on the first inputs, in one container.
-
-    On one at least, unless `seconds` are over before; fewer than asked if inputs or outputs are
-    large, or the program ends its container, which is its result then. Raises `SandboxError` if the
-    container does not start, or if a tool that it needs is missing.
-    """
+    """Results of `source` on the first inputs, in one container; at least one, unless `seconds` are
+    over before. Fewer if inputs or outputs are large, or the program ends its container. Raises
+    `SandboxError` if the container does not start or a tool is missing."""
     deadline = time.monotonic() + seconds
     # The harness has to hold them in the memory that the program may take.
     small = sum(size <= MAX_INPUT for size in accumulate(map(len, inputs)))
@@ -240,7 +231,6 @@ def _results(
 
 
 def _container(source: int, harness: int) -> list[str]:
-    """The command prefix of a container without network, whose only writable folder is `BOX`."""
     tools = {name: shutil.which(name) for name in ("bwrap", "prlimit", "setpriv")}
     missing = [name for name, path in tools.items() if path is None]
     if missing:
@@ -278,7 +268,6 @@ def _container(source: int, harness: int) -> list[str]:
 
 
 def _folders(*paths: str) -> list[str]:
-    """Arguments for folders that every user may look into."""
     return [word for path in paths for word in ("--perms", "0755", "--dir", path)]
 
 
@@ -305,14 +294,13 @@ def _limited(limits: Limits) -> list[str]:
 
 @cache
 def _interpreter() -> tuple[tuple[str, ...], str]:
-    """The command of the Python that runs this, outside its virtual environment, and its folder."""
+    """Python outside its virtual environment, and its folder."""
     # -s leaves out packages of the user; -B writes no compiled files, which would fill the folder.
     return (os.path.realpath(sys.executable), "-s", "-B"), os.path.realpath(sys.base_prefix)
 
 
 @cache
 def _numpy() -> list[Path]:
-    """Folders of numpy and its libraries."""
     spec = importlib.util.find_spec("numpy")
     if spec is None or spec.origin is None:
         return []
@@ -321,7 +309,6 @@ def _numpy() -> list[Path]:
 
 
 def _file(content: str) -> int:
-    """A descriptor of a file in memory."""
     descriptor = os.memfd_create("sparrow-sandbox")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content.encode("utf-8", "replace"))

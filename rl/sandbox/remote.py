@@ -17,11 +17,8 @@ _TRY_AGAIN = (429, 502, 503, 504)
 def run_remotely(
     source: str, stdin: str, limits: Limits, seconds: float, url: str
 ) -> SandboxResult | None:
-    """Run a program on the server at `url`, given with or without "/run_code".
-
-    A server that is busy or not reachable is asked again, within `seconds`; None if they are over.
-    Raises `SandboxError` if it gives no result.
-    """
+    """Run a program on the server at `url`, with or without "/run_code". A server that is busy or
+    unreachable is asked again, within `seconds`; None if they are over. Raises `SandboxError`."""
     body = {
         "code": source,
         "stdin": stdin,

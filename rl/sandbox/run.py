@@ -1,7 +1,5 @@
-"""Runs Python programs that a model has written: in a container here, or by a server.
-
-A sandbox is named "bubblewrap", or by the URL of a server with the HTTP interface of SandboxFusion.
-"""
+"""Runs Python programs of a model in the sandbox "bubblewrap", or on a SandboxFusion server by
+URL."""
 
 import math
 from collections.abc import Sequence
@@ -26,11 +24,8 @@ def run_inputs(
     sandbox: str = BUBBLEWRAP,
     seconds: float = math.inf,
 ) -> list[SandboxResult]:
-    """Run `source`, with the standard library and numpy, on the first of these inputs for stdin.
-
-    Returns one result at least, unless `seconds` are over before. Raises `SandboxError` if this
-    sandbox does not work.
-    """
+    """Run `source` on the first of these inputs for stdin; one result at least, unless `seconds`
+    are over before. Raises `SandboxError`."""
     if sandbox == BUBBLEWRAP:
         return run_contained(source, inputs, limits, seconds)
     result = run_remotely(source, inputs[0], limits, seconds, sandbox)
@@ -40,7 +35,6 @@ def run_inputs(
 def run_python(
     source: str, stdin: str = "", limits: Limits | None = None, sandbox: str = BUBBLEWRAP
 ) -> SandboxResult:
-    """The result of `source` on one input."""
     return run_inputs(source, [stdin], limits or Limits(), sandbox)[0]
 
 

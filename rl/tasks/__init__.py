@@ -1,8 +1,5 @@
-"""The registry of tasks: where prompts come from, and how responses to them are rewarded.
-
-A task is one function, `(TaskConfig, Render) -> Task`, and one line in `TASKS`; or the function is
-in a module of the user's, and `task.name` is "module:function".
-"""
+"""The registry of tasks: where prompts come from, and how responses to them are rewarded. A task is
+a function `(TaskConfig, Render) -> Task` in `TASKS`, or `task.name` is "module:function"."""
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +26,7 @@ Load = Callable[[TaskSource, Render], Task]
 
 
 def load_task(config: TaskSource, render: Render) -> Task:
-    """The task that `config.name` names, with its prompts rendered to token ids.
-
-    Raises `InputError` if there is none of that name, or if its files or options are wrong.
-    """
+    """Raises `InputError` if there is none of that name, or if its files or options are wrong."""
     if ":" in config.name:
         return _checked(config.name, imported("task.name", config.name)(config, render))
     if config.name not in TASKS:
@@ -52,7 +46,6 @@ def load_task(config: TaskSource, render: Render) -> Task:
 
 
 def _checked(name: str, task: Any) -> Task:
-    """The `task` that a user's function has returned; raises `InputError` if it is not usable."""
     if not isinstance(task, Task):
         raise InputError(f"task.name={name!r} returned {quoted(task)}: expected a Task")
     rewards = task.reward.values() if isinstance(task.reward, Mapping) else [task.reward]
@@ -74,8 +67,8 @@ def _can_be_sent(function: object) -> bool:
 
 
 def _load_mix(config: TaskSource, render: Render) -> Task:
-    """Several tasks: `options` maps a name to the settings of each task. The name becomes the
-    `Prompt.task` of its prompts, and names its held-out set."""
+    """`options` maps a name to the settings of each task, which becomes the `Prompt.task` of its
+    prompts and names its held-out set."""
     train: list[Prompt] = []
     heldout: dict[str, tuple[Prompt, ...]] = {}
     rewards: dict[str, Reward] = {}

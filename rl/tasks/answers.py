@@ -20,10 +20,8 @@ _PYTHON = re.compile(r"[{.\s]*(?:python|pypy|py)[\d.]*(?!\w)", re.IGNORECASE)
 
 
 def conclusion(text: str, finish_reason: str = "stop", thinking: bool = False) -> str | None:
-    """The part of a response after its thinking; None if it was cut or is still thinking.
-
-    `thinking` says that the prompt has opened the thinking already, as some chat templates do.
-    """
+    """The part of a response after its thinking, which the prompt may have opened (`thinking`);
+    None if it was cut or is still thinking."""
     *before, last = _END_OF_THINKING.split(text)
     if finish_reason == "length" or _THINKING.search(last) or (thinking and not before):
         return None
@@ -77,11 +75,8 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def last_program(text: str, is_whole: Callable[[str], bool]) -> str | None:
-    """The last fenced block that is labelled as Python, or else the last one without a label.
-
-    Blocks that are a whole program by `is_whole` come before others, such as a check that follows
-    the program. Without any fence the whole text is the program if it is Python.
-    """
+    """The last fenced block labelled as Python, or else the last without a label; whole programs by
+    `is_whole` come first. Without any fence the whole text if it is Python."""
     blocks = list(_blocks(text))
     if not blocks:
         return text if _is_python(text) else None

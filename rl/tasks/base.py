@@ -1,8 +1,5 @@
-"""Shared parts of tasks: the class `Task`, rendering by a chat template, and reading of data files.
-
-Each row of a data file holds an example. "prompt" is a string, which becomes the user's message, or
-a list of chat messages; "id" is optional. The other fields depend on the task.
-"""
+"""Shared parts of tasks: `Task`, rendering by a chat template, and reading of data files. A row's
+"prompt" is a string, the user's message, or a list of chat messages; "id" is optional."""
 
 import json
 import logging
@@ -69,12 +66,8 @@ class SkippedRow:
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts to train on and others to evaluate on, and `reward(prompt, text)`.
-
-    `heldout` is one set, or several by name. `reward` is a function of a module, as it is sent to
-    other processes by name, or a mapping with one such function for each `Prompt.task`;
-    `reward_worker.Reward` documents parameters and return values. `notes` are lines for the log.
-    """
+    """`heldout` is one set, or several by name. `reward` is a function of a module, or a mapping
+    with one for each `Prompt.task`; see `reward_worker.Reward`. `notes` are lines for the log."""
 
     train: tuple[Prompt, ...]
     heldout: Heldout
@@ -84,16 +77,12 @@ class Task:
 
 
 class Options(BaseModel):
-    """Base of a task's own settings, `task.options`."""
-
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True
     )
 
 
 class FileOptions(Options):
-    """Settings of tasks that read files."""
-
     instruction: str = ""
     """Put after each prompt that is a string, on a line of its own."""
     system: str | None = Field(default=None, min_length=1)
@@ -104,10 +93,8 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 class ChatRender:
-    """Renders messages by the chat template of a transformers tokenizer, with its `variables` set.
-
-    `opens_thinking` says whether the last prompt ended with <think>.
-    """
+    """Renders by the chat template of a transformers tokenizer. `opens_thinking`: the last prompt
+    ended with <think>."""
 
     def __init__(self, tokenizer: Any, **variables: Any) -> None:
         self._tokenizer, self._variables = tokenizer, variables
@@ -140,7 +127,7 @@ class ChatRender:
 
 
 def parse_options(kind: type[OptionsT], config: TaskSource) -> OptionsT:
-    """`config.options`, checked; raises `InputError` with field, value and what is allowed."""
+    """Raises `InputError`."""
     try:
         return kind(**config.options)
     except ValidationError as error:
@@ -155,13 +142,9 @@ def load_files(
     reward: Reward,
     kind: Kind | None = None,
 ) -> Task:
-    """A task with the prompts of `config`'s files.
-
-    Rows are read by `formats`, if `kind` is given, and those of the other kind left out; otherwise
-    as they are. Rows that cannot be used are skipped. Without a held-out file a tenth of the
-    prompts, 512 at most, is held out, the same ones each time. Raises `InputError` with file, line,
-    field and what is allowed if too many rows cannot be used.
-    """
+    """Rows are read by `formats` if `kind` is given, those of the other kind left out; otherwise as
+    they are. Without a held-out file a tenth of the prompts, 512 at most, is held out, the same
+    ones each time. Raises `InputError` if too many rows cannot be used."""
     if config.train_path is None:
         raise InputError(
             f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file, or"
@@ -232,8 +215,6 @@ def _long_integers() -> Iterator[None]:
 
 
 class _File:
-    """The examples of one file, and counts of what was left out."""
-
     def __init__(
         self, path: Path, config: TaskSource, options: FileOptions, kind: Kind | None
     ) -> None:
@@ -243,7 +224,6 @@ class _File:
         self._rows = self._others = self._repeated = 0
 
     def prompts(self, render: Render, read_payload: ReadPayload) -> tuple[Prompt, ...]:
-        """All usable prompts; raises `InputError` if too many rows are not, or none is left."""
         prompts: dict[str, Prompt] = {}
         with _long_integers():
             self._read(render, read_payload, prompts)
@@ -281,7 +261,6 @@ class _File:
             prompts[name] = Prompt(name, self._config.name, rendered, payload)
 
     def note(self) -> str:
-        """One line on what was read."""
         kinds = " and ".join(self._formats) or "rows as they are"
         left = {
             "of another kind": self._others,

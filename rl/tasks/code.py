@@ -47,8 +47,6 @@ def _sandbox_name(name: str) -> str:
 
 
 class CodeOptions(FileOptions):
-    """Settings of this task."""
-
     wall_clock_s: float = Field(default=6.0, gt=0)
     """Time for a program to finish one test."""
     response_s: float = Field(default=25.0, gt=0)
@@ -65,10 +63,6 @@ class CodeOptions(FileOptions):
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """Prompts from `config`'s files.
-
-    Raises `InputError` as `base.load_files` does, and if the sandbox does not work.
-    """
     options = parse_options(CodeOptions, config)
     try:
         check_sandbox(options.sandbox)
@@ -92,16 +86,11 @@ def load(config: TaskSource, render: Render) -> Task:
 
 
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> dict[str, float | None]:
-    """1 if the program in `text` passes every test, else 0; or the share of tests passed.
-
-    The program is the last fenced block that reads stdin, or defines the function, and is labelled
-    as Python or not at all. A test is passed if the program ends by itself, with status 0, and
-    prints what is expected (see `code_tests.passes`). With score "all" the first failure ends the
-    tests. The score is None if the time for a response is over before any test has failed.
-    Sub-scores are the shares of tests passed, and of those that failed with an error and that were
-    late. Raises `ValueError` if there are no tests, as any program would pass them, and
-    `SandboxError` if the sandbox does not work.
-    """
+    """1 if the program in `text` passes every test, else 0; or the share of tests passed. The
+    program is the last fenced block that reads stdin, or defines the function. A test is passed if
+    the program ends by itself with status 0 and prints what is expected. The score is None if the
+    time for a response is over before any test has failed. Raises `ValueError` without tests, as
+    any program would pass them, and `SandboxError`."""
     payload = prompt.payload
     tests = payload["tests"]
     if not tests:
@@ -122,12 +111,9 @@ def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> dict[str, 
 
 
 def run_tests(payload: Mapping[str, Any], program: str) -> list[Outcome]:
-    """The outcome of each test of a prompt, in order.
-
-    "wrong" is another result than expected, "failed" an error or too much memory, "late" more than
-    the time of a test. Tests are "skipped" after the time for a response or, unless the score is a
-    fraction, after the first one that is not passed.
-    """
+    """The outcome of each test, in order: "wrong" result, "failed" by an error or too much memory,
+    "late". Tests are "skipped" after the time for a response or, with score "all", after the first
+    failure."""
     tests, name = payload["tests"], payload.get("fn_name")
     limits, sandbox = Limits(**payload["limits"]), payload["sandbox"]
     source = function_program(program, name) if name else stdin_program(program)

@@ -1,8 +1,5 @@
-"""Tests of programs: read from rows, put to functions, and compared with what programs print.
-
-A test has "input", the text for stdin, and "output"; for functions both are JSON, the input a list
-of arguments.
-"""
+"""Tests of programs. "input" is the text for stdin, "output" what is printed; for functions both
+are JSON, the input a list of arguments."""
 
 import json
 from collections.abc import Mapping
@@ -42,11 +39,8 @@ _stdout.write(_json.dumps(_value, default=_plain))
 
 
 def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
-    """The tests of a row; raises `ValueError` that says what is expected.
-
-    Also reads "tests" as a JSON string, and as an object of lists "inputs" and "outputs" (APPS,
-    TACO, PRIME). There, the expected value of a function may stand alone in a list.
-    """
+    """Also reads "tests" as JSON, and as an object of lists "inputs" and "outputs" (APPS, TACO,
+    PRIME), where a function's expected value may be alone in a list. Raises `ValueError`."""
     tests = _decoded(example.get("tests"))
     name, wrapped = example.get("fn_name"), False
     if isinstance(tests, Mapping):
@@ -78,27 +72,21 @@ def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stdin_program(program: str) -> str:
-    """The program with the interpreter's limits set; imports of the future must come first."""
+    """Imports of the future must come first."""
     return program if "__future__" in program else _LIMITS + program
 
 
 def function_program(program: str, name: str) -> str:
-    """A program that calls a function of `program`, by itself or of its class `Solution`.
-
-    It reads a JSON list of arguments, and prints the value as JSON; what the function prints goes
-    to stderr.
-    """
+    """Calls a function of `program` or of its class `Solution`, on JSON arguments; prints the value
+    as JSON. What the function prints goes to stderr."""
     return _LIMITS + IMPORTS + _FUNCTION.format(program=program, name=name)
 
 
 def passes(
     stdout: str, test: Mapping[str, Any], function: str | None, tolerance: float | None = None
 ) -> bool:
-    """Whether what a program has printed is what a test expects.
-
-    Outputs are compared by tokens, whatever the white space between them, and numbers by value:
-    those that are expected with decimals up to a relative or absolute `tolerance`, others exactly.
-    """
+    """Outputs are compared by tokens, and numbers by value: those expected with decimals up to a
+    relative or absolute `tolerance`, others exactly."""
     limit = TOLERANCE if tolerance is None else tolerance
     if function is None:
         given, expected = stdout.split(), test["output"].split()

@@ -1,8 +1,4 @@
-r"""Whether two final answers are the same: `math-verify` judges, between rules of our own.
-
-Before it, words are compared as texts, units and digits of another base as written, what is too
-large to evaluate is refused, and so is an answer that leaves the question's work undone.
-"""
+"""Whether two final answers are the same: `math-verify` judges, between rules of our own."""
 
 import logging
 import re
@@ -178,7 +174,7 @@ def _operations(text: str) -> set[str]:
 
 
 def _verified(gold: str, answer: str, same_form: bool = False) -> bool:
-    """The judgement of `math-verify`, which compares decimals to 15 places."""
+    """`math-verify`, which compares decimals to 15 places."""
     # Letters without spaces are a word, in whatever order; to the library they are a product.
     if any(re.fullmatch(r" *[A-Za-z]{3,} *", text) for text in (gold, answer)):
         return gold.strip() == answer.strip()
@@ -203,7 +199,6 @@ def _signs(text: str) -> str:
 
 
 def _parsed(text: str) -> list[Any]:
-    """What the library reads in an expression; empty if that is nothing, or too large."""
     numbers = [int(number) for number in re.findall(r"\d{1,12}", text)]
     if "binom" in text and max(numbers, default=0) > MAX_BITS:
         # Computed while it is read.
@@ -262,7 +257,6 @@ def _limit() -> int | None:
 
 @cache
 def library() -> Any:
-    """The module `math_verify`."""
     import math_verify
 
     # It warns of each time-out, and once that there are none.

@@ -15,17 +15,11 @@ from sparrow_sglang.rl.tasks.base import FileOptions, Render, Task, load_files, 
 
 
 class OwnRewardOptions(FileOptions):
-    """Settings of this task."""
-
     reward: str
     """module:function."""
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """Prompts from `config`'s files.
-
-    Raises `InputError` as `base.load_files` does, and if the reward cannot be imported.
-    """
     options = parse_options(OwnRewardOptions, config)
     reward = imported("task.options.reward", options.reward)
     return load_files(config, render, _payload, options, reward)
@@ -41,7 +35,7 @@ _EXPECTED = (
 
 
 def require_module(key: str, name: str) -> None:
-    """Raises `InputError` unless there is a module of this name, without importing it."""
+    """Raises `InputError` without importing the module."""
     module = name.partition(":")[0]
     first, *parts = module.split(".")
     try:
@@ -59,10 +53,7 @@ def require_module(key: str, name: str) -> None:
 
 
 def imported(key: str, name: str) -> Callable[..., Any]:
-    """The function that the setting `key` names, as module:function.
-
-    Raises `InputError` if there is none.
-    """
+    """Raises `InputError`."""
     try:
         found = resolve_name(name)
         if not callable(found):

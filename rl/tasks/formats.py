@@ -1,9 +1,6 @@
-"""Rows of data files and of Hugging Face data sets, recognised by their columns.
-
-A row becomes a mapping with "prompt" and "answer" or "tests". Known formats are verl's layout
+"""Rows of data files and of Hugging Face data sets, recognised by their columns: verl's layout
 (DAPO-Math, Skywork-OR1, PRIME's Eurus), LiveCodeBench, TACO and APPS, tables of problems and
-answers (Polaris, OpenR1, NuminaMath, GSM8K, MATH), and this project's own.
-"""
+answers (Polaris, OpenR1, NuminaMath, GSM8K, MATH), and this project's own."""
 
 import base64
 import io
@@ -36,7 +33,6 @@ _NO_ANSWER = ("proof", "notfound", "not found", "n/a", "nan")
 
 
 def is_hub(path: Path) -> bool:
-    """Whether `path` names a Hugging Face data set instead of a file."""
     return str(path).startswith("hf:")
 
 
@@ -44,10 +40,7 @@ Row = tuple[str, int, dict[str, Any] | ValueError]
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """(file and line, line number from 1, fields or what is wrong with them) of each example.
-
-    Raises `InputError`, which says what is expected, if `path` cannot be read.
-    """
+    """File and line, line number from 1, fields or what is wrong with them. Raises `InputError`."""
     if is_hub(path):
         yield from _dataset_rows(str(path))
         return
@@ -214,7 +207,6 @@ def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
 
 
 def _named(row: Mapping[str, Any]) -> Example:
-    """The fields with our names, without those that are null."""
     names = ("prompt", "id", "answer", "tests", "fn_name", "tolerance")
     example = {name: row[name] for name in names if row.get(name) is not None}
     checkers = {name: value for name, value in row.items() if "checker" in name and value}
@@ -233,7 +225,7 @@ def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def value_at(row: Mapping[str, Any], field: str, column: str) -> Any:
-    """The value at the dotted path `column`; raises `ValueError` if there is none."""
+    """Raises `ValueError` if nothing is at the dotted path."""
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:

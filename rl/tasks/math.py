@@ -37,26 +37,19 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?(?![\w])")
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """Prompts from `config`'s files; raises `InputError` as `base.load_files` does."""
     options = parse_options(FileOptions, config)
     return load_files(config, render, _payload, options, reward, "math")
 
 
 def import_libraries() -> None:
-    """Import sympy, which takes seconds."""
     library()
 
 
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
-    r"""1 if the final answer in `text` equals the expected one, else 0.
-
-    A response that was cut at the length limit or is still thinking has no final answer. The final
-    answer is the last box after the thinking; without one what "the answer is" names, else the last
-    formula, else the only number. What follows a box changes nothing, unless it takes the box back
-    or names another answer: then there is none.
-
-    The caller must set a time limit; see `equality.equal`.
-    """
+    """1 if the final answer in `text` equals the expected one, else 0. It is the last box after the
+    thinking; without one what "the answer is" names, else the last formula, else the only number.
+    Text after a box may take it back or name another answer: then there is none. The caller must
+    set a time limit; see `equality.equal`."""
     answer = conclusion(text, finish_reason, prompt.payload.get("thinking", False))
     expected, question = prompt.payload["answer"], prompt.payload.get("question", "")
     if answer is None:
@@ -77,7 +70,6 @@ def _other_answers(rest: str) -> list[str]:
 
 
 def _expression(text: str) -> str | None:
-    """The first formula or number of a text."""
     found = _FORMULA.search(text) or _NUMBER.search(text)
     return found.group() if found else None
 

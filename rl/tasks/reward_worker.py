@@ -31,8 +31,6 @@ _LARGEST = 1e38
 
 
 class Worker:
-    """One process that scores one job at a time."""
-
     def __init__(self, reward: Reward | Mapping[str, Reward]) -> None:
         # Not fork: the child would inherit threads and a CUDA context that it cannot use.
         context = multiprocessing.get_context("forkserver")
@@ -45,7 +43,6 @@ class Worker:
         self.ended = False
 
     def score(self, job: Job, timeout_s: float) -> Outcome:
-        """The outcome of `job`, "timeouts" after `timeout_s`."""
         if not self._ready:
             kind, value = self._receive(START_UP_S)
             if kind != "ready":
@@ -67,7 +64,7 @@ class Worker:
             return "crashes", f"the process ended with status {self._process.exitcode}"
 
     def end(self) -> None:
-        """Kill the process and what it has started; it holds nothing that needs saving."""
+        """Kill the process and what it has started."""
         self.ended = True
         started: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
@@ -87,13 +84,11 @@ class Worker:
 
 
 def reward_of(reward: Reward | Mapping[str, Reward], task: str) -> Reward:
-    """The reward function of a task."""
     return reward[task] if isinstance(reward, Mapping) else reward
 
 
 def import_libraries(reward: Reward | Mapping[str, Reward]) -> None:
-    """Call the functions `import_libraries` of the modules of rewards, if there are any, as the
-    first response to be scored has no time for that."""
+    """The first response to be scored has no time for that."""
     for function in reward.values() if isinstance(reward, Mapping) else [reward]:
         module = sys.modules.get(getattr(function, "__module__", ""))
         # A call of the reward reports what is not installed.
@@ -102,7 +97,6 @@ def import_libraries(reward: Reward | Mapping[str, Reward]) -> None:
 
 
 def _answer(connection: Connection, reward: Reward | Mapping[str, Reward]) -> None:
-    """Run in the worker process: answer jobs until the trainer closes the connection."""
     import_libraries(reward)
     connection.send(("ready", None))
     while True:

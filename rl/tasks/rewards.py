@@ -1,9 +1,6 @@
-"""Scores groups of rollouts in reward workers, so that no reward function can stop a training run.
-
-A reward that could not be computed is missing, not 0. A response that hangs or crashes the reward
-function earns the lowest reward of its task so far, or 0 if that is lower, so that it never earns
-more than a wrong answer. The worker process is replaced.
-"""
+"""Scores groups in reward workers, so that no reward function can stop a training run. A reward
+that could not be computed is missing, not 0. A response that hangs or crashes the function earns
+the lowest reward of its task so far, at most 0; the worker process is replaced."""
 
 import inspect
 import logging
@@ -41,13 +38,9 @@ class RewardsFailed(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Rewards of each group, in the order given, and how many calls failed, by reason.
-
-    Missing are those of `errors`, where the function raised, or returned None or anything else than
-    finite numbers, and `late`, where the step's time was over. `crashes` (its process died, twice)
-    and `timeouts` (the call took too long) earn the lowest reward. `parts` are sub-scores by name,
-    for each response of each group, if the reward gives any.
-    """
+    """Rewards of each group, and failed calls by reason. `errors` (an exception, or no finite
+    numbers) and `late` (the step's time was over) are missing; `crashes` (the process died, twice)
+    and `timeouts` earn the lowest reward. `parts` are sub-scores by name."""
 
     rewards: tuple[Rewards, ...]
     parts: tuple[tuple[Mapping[str, float], ...], ...] = ()
@@ -57,12 +50,10 @@ class Scores:
     late: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """The number of responses whose scoring failed, by kind of failure."""
         return {name: float(getattr(self, kind)) for kind, name in FAILURES.items()}
 
 
 def part_metrics(parts: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:
-    """Means of sub-scores by name, over the responses that have them."""
     named: dict[str, list[float]] = {}
     for part in (part for group in parts for part in group):
         for name, value in part.items():
@@ -71,12 +62,9 @@ def part_metrics(parts: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, fl
 
 
 class RewardPool:
-    """Reward workers: processes that call `reward`, a function of a module, or a mapping with one
-    such function for each task; a context manager, which ends them.
-
-    Processes are started when first needed, from a server process that holds neither CUDA nor
-    threads; a script that uses this needs the usual `if __name__ == "__main__"`.
-    """
+    """Processes that call `reward`, a function of a module, or a mapping with one for each task.
+    They start when first needed, without CUDA or threads; a script that uses this needs the usual
+    `if __name__ == "__main__"`."""
 
     def __init__(
         self,
@@ -96,20 +84,14 @@ class RewardPool:
         self._lock = threading.Lock()
 
     def score(self, groups: Sequence[Group]) -> Scores:
-        """The reward of every rollout; those that take longer than `total_timeout_s` are missing.
-
-        Raises `RewardsFailed`.
-        """
+        """Raises `RewardsFailed`."""
         with self.scoring() as scoring:
             return scoring.scores([scoring.add(group) for group in groups])
 
     @contextmanager
     def scoring(self) -> Iterator["Scoring"]:
-        """Score groups while others are still being sampled.
-
-        Nothing else may be scored meanwhile. Groups that are not scored when the block ends are
-        abandoned.
-        """
+        """Score groups while others are sampled; nothing else may be scored meanwhile. Groups not
+        scored when the block ends are abandoned."""
         scoring = Scoring(self)
         try:
             yield scoring
@@ -156,7 +138,6 @@ class RewardPool:
             left = list(wait(left, _POLL_S).not_done)
 
     def close(self) -> None:
-        """End all processes."""
         self._threads.shutdown(cancel_futures=True)
         for worker in self._idle:
             worker.end()
@@ -170,8 +151,6 @@ class RewardPool:
 
 
 class Scoring:
-    """Groups that are scored while more are added; see `RewardPool.scoring`."""
-
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
         self._groups: list[Group] = []
@@ -180,7 +159,7 @@ class Scoring:
         self._late: set[Future[Outcome]] = set()
 
     def add(self, group: Group) -> int:
-        """Queue a group to be scored; returns its number, counted from 0."""
+        """Returns the group's number, counted from 0."""
         reward = reward_of(self._pool.reward, group.prompt.task)
         parameters, size = inspect.signature(reward).parameters, len(group.rollouts)
         step = size if "texts" in parameters else 1
@@ -197,8 +176,8 @@ class Scoring:
         return self._scored(number, Counter())[0]
 
     def wait(self) -> None:
-        """Wait until all groups are scored, for `total_timeout_s` at most, after which those left
-        are missing; raises what `RewardPool.score` raises."""
+        """For `total_timeout_s` at most, after which rewards are missing; raises
+        `RewardsFailed`."""
         jobs = set(self.jobs) - self._late
         found = wait(jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
         for job in found.done:
@@ -208,7 +187,6 @@ class Scoring:
 
     @property
     def jobs(self) -> "list[Future[Outcome]]":
-        """All jobs so far."""
         return [job for jobs in self._jobs for _, job in jobs]
 
     def scores(self, numbers: Iterable[int]) -> Scores:
@@ -234,8 +212,7 @@ class Scoring:
     def _scored(
         self, number: int, counts: Counter[str]
     ) -> tuple[Rewards, tuple[Mapping[str, float], ...], str]:
-        """Rewards and sub-scores of a group whose jobs are done, and its last failure; counts
-        failures."""
+        """Rewards, sub-scores and last failure of a group whose jobs are done; counts failures."""
         prompt, size = self._groups[number].prompt, len(self._groups[number].rollouts)
         rewards: list[float | None] = [None] * size
         failure = ""
@@ -261,7 +238,6 @@ class Scoring:
 
 
 def _job(group: Group, samples: range, parameters: Mapping[str, Any]) -> Job:
-    """The call of a reward function with these `parameters` for some of a group's samples."""
     prompt, rollouts = group.prompt, [group.rollouts[sample] for sample in samples]
     if "texts" in parameters:
         reasons = {"finish_reasons": [rollout.finish_reason for rollout in rollouts]}

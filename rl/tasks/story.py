@@ -1,8 +1,5 @@
-"""A built-in task without data files: tell a story in which all of the given words occur.
-
-Small models succeed sometimes and learn the task quickly. The answers are long, so that decode is
-sparse, and each word has to be looked up in the prompt.
-"""
+"""A built-in task without data files: a story with all of the given words. Small models learn it
+quickly; responses are long, so that decode is sparse, and each word is looked up in the prompt."""
 
 import random
 import re
@@ -24,8 +21,6 @@ WORDS = tuple(
 
 
 class StoryOptions(Options):
-    """Settings of this task."""
-
     words: int = Field(default=2, ge=1, le=8)
     """Words that a story must hold; more make it harder."""
     min_length: int = Field(default=60, ge=0)
@@ -39,10 +34,8 @@ class StoryOptions(Options):
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """The same prompts for the same options, at any time and on any machine.
-
-    Raises `InputError` if the options ask for more prompts than there are choices of words.
-    """
+    """The same prompts for the same options on any machine. Raises `InputError` if there are too
+    few choices of words."""
     options = parse_options(StoryOptions, config)
     choices = _choices(options.words, options.seed)
     count = options.train + options.heldout
@@ -64,7 +57,6 @@ def load(config: TaskSource, render: Render) -> Task:
 
 
 def reward(prompt: Prompt, text: str) -> float:
-    """1 if all the words occur as whole words, in a response that is long enough, else 0."""
     words = re.findall(r"[a-z]+", text.lower())
     used = set(prompt.payload["words"]) <= set(words)
     return float(used and len(words) >= prompt.payload["min_length"])
