@@ -1,5 +1,9 @@
 """Several ranks compute what one computes: log-probs, acceptance rates, gradients and weights."""
 
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes_of_a_run import on_ranks
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
@@ -15,6 +19,35 @@ from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy, assign_to_ranks, pack
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedule import BudgetSchedule
+
+
+def on_ranks(world: int, job: Callable[[Ranks], Any], folder: Path) -> list[Any]:
+    """Results of `job` in `world` processes; the exit code of a process in which it fails."""
+
+    def run(rank: int) -> None:
+        try:
+            store = dist.FileStore(str(folder / "store"), world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            torch.save(job(Ranks(rank, world)), folder / f"result-{rank}")
+            dist.destroy_process_group()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+    folder.mkdir(parents=True)
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=run, args=(rank,)) for rank in range(world)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(300)
+        if child.exitcode is None:
+            child.kill()
+    return [
+        child.exitcode or torch.load(folder / f"result-{rank}", weights_only=False)
+        for rank, child in enumerate(children)
+    ]
+
 
 # No number of rows is a multiple of the ranks.
 SIZES = {

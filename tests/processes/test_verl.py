@@ -154,14 +154,6 @@ class TestRolloutServer:
         expected = rows.gather(1, torch.tensor(answer["token_ids"])[:, None])[:, 0]
         assert answer["log_probs"] == pytest.approx(expected.tolist(), abs=FP32)
 
-    def test_dense_scores_of_sparse_tokens(self, model: str, printed: list[dict[str, Any]]) -> None:
-        sparse, _, scored = printed[1:]
-        rows = ContractModel(model, None).log_probs(PROMPT, sparse["token_ids"])
-        expected = rows.gather(1, torch.tensor(sparse["token_ids"])[:, None])[:, 0].tolist()
-        assert scored["log_probs"] == pytest.approx(expected, abs=FP32)
-        difference = zip(sparse["log_probs"], expected, strict=True)
-        assert max(abs(a - b) for a, b in difference) > 0.01
-
 
 @dataclass(frozen=True)
 class Trained:

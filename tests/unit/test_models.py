@@ -1,9 +1,8 @@
-"""Where the embedded model lies, and that nobody ever sees half of it."""
+"""Where the embedded model lies."""
 
 from pathlib import Path
 
 import pytest
-from model_cache import MODEL, visible, write_files
 
 from sparrow_sglang import models
 
@@ -26,16 +25,3 @@ def test_cache_folder(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert models.cache_dir() == Path(expected)
-
-
-def test_it_is_converted_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def convert(gguf: Path, folder: Path, **_: object) -> None:
-        calls.append(gguf.name)
-        write_files(gguf, folder)
-
-    monkeypatch.setattr(models, "_convert", convert)
-    assert models.embedded_model() == models.embedded_model() == own_cache / MODEL
-    assert calls == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
-    assert visible(own_cache) == [MODEL]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_benchmarks import ROLLOUT
 
 from sparrow_sglang.benchmarks import common
 from sparrow_sglang.benchmarks.rollout import make_requests, synthetic_lengths
@@ -54,7 +53,8 @@ def test_what_was_measured_survives_a_side_that_fails(
 
     monkeypatch.setattr(common, "in_fresh_process", run_side)
     out = tmp_path / "rollout.json"
-    words = ["bench", "rollout", "--model-path", tiny_qwen3, "--schedule", "fixed-64", *ROLLOUT]
+    words = ["bench", "rollout", "--model-path", tiny_qwen3, "--schedule", "fixed-64"]
+    words += "--sequences 8 --mean-tokens 40 --max-tokens 120 --prompt-tokens 48".split()
     assert cli.main([*words, "--out", str(out)]) == int(fails)
     content = json.loads(out.read_text())
     assert [row["backend"] for row in content["rows"]] == ["sparrow", "torch_native"][: 2 - fails]

@@ -7,7 +7,7 @@ import pytest
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.choice import MeasuredTails, choose
-from sparrow_sglang.calibration.results import check_schedule, describe_misses, make_schedule
+from sparrow_sglang.calibration.results import check_schedule, make_schedule
 from sparrow_sglang.calibration.rule import RuleChoice, chosen_pairs, landmark_rule, with_weights
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
@@ -64,23 +64,6 @@ def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
     # Bins before a measured one get its budget; those after the last one, in proportion to
     # position, 128 * 5/4 and 128 * 6/4.
     assert [c["budget_tokens"] for c in chosen] == [64, 64, 64, 128, 192, 192]
-
-
-def test_the_closest_budget_is_the_best_of_those_that_miss() -> None:
-    tails = {
-        64: {3: tail(3, 0.99), 4: tail(4, 0.2)},
-        96: {3: tail(3, 0.5), 4: tail(4, 0.6)},
-        128: {3: tail(3, 0.4), 4: tail(4, 0.7, tokens=10)},
-        192: {3: tail(3, 0.3), 4: tail(4, 0.9)},
-    }
-    measured = MeasuredTails(tails, BIN, 500)
-    # 64 holds in bin 3, but a larger budget does not: the model repeats itself.
-    assert measured.closest(3, 0.8) == (96, tails[96][3])
-    assert measured.closest(4, 0.95) == (192, tails[192][4])
-    assert measured.closest(4, 0.8) is None and measured.closest(9, 0.8) is None
-    (miss,) = describe_misses(measured, 0.8)
-    assert "192-255" in miss and "96 came closest" in miss and "0.500-1.000" in miss
-    assert "--budgets" in miss and "at most 0.50" in miss
 
 
 def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:

@@ -110,24 +110,3 @@ def test_a_rule_is_measured_unless_the_model_has_linear_attention(
     assert calibration_job(linear).options.rule == "published"
     with pytest.raises(CalibrationError, match="--rule"):
         calibration_job(replace(linear, rule="calibrated"))
-
-
-def test_a_model_of_several_modalities_is_known_by_its_language_model(
-    options: CalibrationOptions, tmp_path: Path
-) -> None:
-    """Its outer config has neither a context length nor layers."""
-    config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
-    config.save_pretrained(tmp_path)
-    options = replace(options, model_path=str(tmp_path), engine_args={})
-    job = calibration_job(options)
-    text = config.text_config
-    assert job.context == text.max_position_embeddings
-    fields = job.origin()["model_match"]
-    assert (fields["hidden_size"], fields["num_hidden_layers"]) == (
-        text.hidden_size,
-        text.num_hidden_layers,
-    )
-    schedule = BudgetSchedule.fixed(64).model_copy(update={"model_match": fields})
-    assert schedule.matches(job.hf_config)
-    text.num_hidden_layers += 4
-    assert not schedule.matches(config)

@@ -63,34 +63,6 @@ def test_a_token_without_a_rate_is_left_out(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tokens.rates, [0.75, 0.5])
 
 
-def test_prompts_that_fit_into_the_cache_together_are_measured_under_all_schedules_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three prompts of 100 tokens, of which two fit: a schedule is switched for each pair anew."""
-    asked: list[tuple[str, int]] = []
-    active: list[str] = []
-    monkeypatch.setattr(
-        calibration_measure, "set_schedule", lambda engine, schedule: active.append(schedule.name)
-    )
-
-    class Small(Engine):
-        def get_server_info(self) -> dict[str, int]:
-            return {"max_total_num_tokens": 2 * 108}
-
-        def generate_pairs(self, requests: Sequence[Any], *calls: Any) -> None:
-            asked.extend((active[-1], request["input_ids"][0]) for request in requests)
-            super().generate_pairs(requests, *calls)
-
-    prompts = [Prompt(str(first), (first, *PROMPT.input_ids[1:])) for first in (5, 6, 7)]
-    schedules = [BudgetSchedule.fixed(tokens) for tokens in (64, 80)]
-    planned = plan_samples(prompts, schedules, 1, 4, 320, switched=True)
-    work = WorkFolder(tmp_path, {})
-    calibration_measure.measure(Small(), planned, work, 8, Progress(6, "generations"))
-    assert sorted(work.load()) == list(range(6))
-    first, second = (schedule.name for schedule in schedules)
-    assert asked == [(first, 5), (first, 6), (second, 5), (second, 6), (first, 7), (second, 7)]
-
-
 def test_a_batch_fits_into_the_kv_pool(tmp_path: Path) -> None:
     """Otherwise generations are scored only after all that wait, and a kill loses all of them."""
     sizes: list[int] = []

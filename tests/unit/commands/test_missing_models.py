@@ -24,8 +24,7 @@ def problem(*argv: str) -> str:
     return check.detail
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c"])
-@pytest.mark.parametrize("form", ["--model-path {}", "--model={}", "{}"])
+@pytest.mark.parametrize(("path", "form"), [("/no/folder", "--model={}"), ("./none", "{}")])
 def test_a_path_that_is_not_there_is_no_such_folder(path: str, form: str) -> None:
     found = problem(*form.format(path).split())
     relative = "" if path.startswith("/") else f" (relative to {Path.cwd()})"

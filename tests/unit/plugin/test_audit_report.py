@@ -7,7 +7,6 @@ import pytest
 import torch
 from engines import SCHEDULE
 from numpy.typing import NDArray
-from prometheus_client import REGISTRY
 
 from sparrow_sglang.calibration.choice import bin_tails
 from sparrow_sglang.calibration.samples import Tokens
@@ -16,8 +15,6 @@ from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW
 from sparrow_sglang.plugin.audit.statistics import FALSE_WARNINGS, AuditReport
 from sparrow_sglang.plugin.audit.top_logprobs import top_logprobs_of_some
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
 
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 
@@ -78,21 +75,6 @@ def test_only_sparsely_decoded_tokens_count_as_in_a_calibration():
     for index, tail in calibrated.items():
         assert (found[index].tokens, found[index].tail) == (tail.tokens, tail.tail)
         assert found[index].mean == pytest.approx(tail.mean)
-
-
-def test_the_load_is_what_each_request_reads():
-    def value(name: str) -> float | None:
-        return REGISTRY.get_sample_value(f"sparrow:{name}")
-
-    schedule = BudgetSchedule.fixed(512)
-    report = AuditReport(schedule, gauges=True)
-    capped = RequestOption(schedule, 128)
-    report.publish_load([(10_000, RequestOption(None)), (10_000, capped), (9_999, None)])
-    assert value("kv_tokens_cached") == 29_999
-    # The last page of the third request has 15 tokens.
-    assert value("kv_tokens_read") == 10_000 + 128 + 511
-    report.publish_load([])
-    assert value("kv_tokens_cached") == value("kv_tokens_read") == 0
 
 
 def test_samples_of_one_prompt_do_not_warn_of_a_tail_that_meets_its_target(warnings):

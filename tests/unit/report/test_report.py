@@ -240,38 +240,3 @@ def test_what_is_damaged_is_left_out_by_name(
     assert len(told) == 3
     for name in ("cut.json", "half.json", "/s.json"):
         assert sum(name in line for line in told) == 1, name
-
-
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [
-        ("gone", []),
-        ("new", []),
-        ("binary", []),
-        ("run", ["--out", "run.json"]),
-        ("run", ["--out", "run/metrics.jsonl/r.html"]),
-    ],
-)
-def test_wrong_input_is_one_line_and_writes_nothing(
-    path: str,
-    more: list[str],
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for folder in ("empty", "new", "binary"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "new" / "metrics.jsonl").touch()
-    (tmp_path / "binary" / "metrics.jsonl").write_bytes(b"\xd9\x00\n")
-    (tmp_path / "text.json").write_text("text")
-    shutil.copytree(run, tmp_path / "run")
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.chdir(tmp_path)
-    # What threads of earlier tests may still have written.
-    capsys.readouterr()
-    assert cli.main(["report", path, *more]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("sparrow report: error: ") and error.count("\n") == 1
-    assert (more or [path])[-1] in error
-    assert sorted(tmp_path.rglob("*")) == before

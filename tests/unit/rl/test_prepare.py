@@ -120,39 +120,6 @@ def test_a_check_starts_nothing(story, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_check_says_what_the_run_would_say_of_its_folder(story, tmp_path, capsys):
-    folder = tmp_path / "run" / "checkpoints"
-    checkpoint, draft = folder / "step-000001", folder / ".draft-x"
-    checkpoint.mkdir(parents=True)
-    draft.mkdir()
-    config = TrainConfig.load(story)
-    prompts = prepare(config).fingerprint
-    state = {"config": config.model_dump(mode="json"), "prompts": prompts}
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    # `prepare` tries to write a model, for which transformers draws a bar unless told otherwise.
-    capsys.readouterr()
-    for words, message in [
-        ((), "holds a run already: resume it"),
-        (("--resume", "--set=seed=1"), "seed=1: the run in"),
-    ]:
-        assert main(["train", "--check", str(story), *words]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
-    # A run from before these settings existed had their defaults.
-    del state["config"]["rollout"]["temperature"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    assert main(["train", "--check", str(story), "--resume"]) == 0
-    changed = "--set=rollout.temperature=0.5"
-    assert main(["train", "--check", str(story), "--resume", changed]) == 2
-    assert "was trained with None" in capsys.readouterr().err
-    (checkpoint / "state.json").write_text(json.dumps(state | {"format": 99}))
-    assert main(["train", "--check", str(story), "--resume"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "later version" in line and "delete" not in line
-    # The draft stays, as a run may still be writing it.
-    assert draft.exists()
-
-
 def with_template(byte_model: str, folder: Path, template: str) -> TrainConfig:
     shutil.copytree(byte_model, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(template)

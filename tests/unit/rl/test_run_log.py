@@ -4,11 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.log import RunLog, response_rows
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
 
 
@@ -20,41 +17,6 @@ def config(run_dir: Path, **logging: Any) -> TrainConfig:
             "logging": {"tensorboard": False} | logging,
         }
     )
-
-
-def test_rows_say_of_each_response_what_it_earned_and_its_own_tail() -> None:
-    def rollout(name: str, sample: int) -> Rollout:
-        ids, reason = (7,) * (20 + sample), "length" if sample else "stop"
-        text = f"text {name}.{sample}"
-        return Rollout(name, sample, (1,), ids, np.zeros(len(ids)), reason, "0", "dense", text)
-
-    groups = [
-        Group(Prompt(name, "story", (1,)), (rollout(name, 0), rollout(name, 1)))
-        for name in ("p0", "p2")
-    ]
-    rewards, parts = [np.array([0, 0.5]), np.array([2, 2.5])], [[{"format": 0.2}] * 2] * 2
-    # The others were not measured.
-    tails = {("p0", 0): 0.5, ("p2", 1): 0.25}
-    rows = response_rows(groups, rewards, parts, lambda ids: f"prompt {ids}", tails)
-    given = {"task": "story", "prompt": "prompt (1,)", "scores": {"format": 0.2}}
-    assert rows == [
-        given
-        | {
-            "prompt_id": name,
-            "sample": sample,
-            "reward": reward,
-            "length": 20 + sample,
-            "finish_reason": "length" if sample else "stop",
-            "tail": tail,
-            "text": f"text {name}.{sample}",
-        }
-        for name, sample, reward, tail in (
-            ("p0", 0, 0.0, 0.5),
-            ("p0", 1, 0.5, None),
-            ("p2", 0, 2.0, None),
-            ("p2", 1, 2.5, 0.25),
-        )
-    ]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
