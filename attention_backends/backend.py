@@ -21,10 +21,7 @@ from sparrow_sglang.attention_backends.dense_side import build_dense_side, kv_sc
 from sparrow_sglang.attention_backends.gpu_decode import EAGER_ROWS, DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.attention_backends.paged_decode import (
-    PagedDecode,
-    TorchPagedDecode,
-)
+from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.attention_backends.pair_variance import PairVariances
 from sparrow_sglang.hf_config import num_layers_of, window_layers
 from sparrow_sglang.schedule import BudgetSchedule
@@ -145,7 +142,7 @@ class SparrowAttnBackend(AttentionBackend):
         self.budgets = BudgetTable(
             schedule, num_layers_of(hf_config), req_to_token.shape[0], req_to_token.device
         )
-        self.sparse: PagedDecode
+        self.sparse: TorchPagedDecode | TritonPagedDecode
         if on_cuda:
             decode_shape = DecodeShape.of_model(
                 schedule,

@@ -1,10 +1,9 @@
-"""Sparse decode of one layer: update landmarks, select pages, attend to them.
+"""Sparse decode of one layer in plain torch: update landmarks, select pages, attend to them.
 
-This module defines the interface, and `TorchPagedDecode`, which runs `reference` and serves the
-CPU. On a GPU `gpu_decode` takes its place.
+It runs `reference` and serves the CPU. On a GPU `gpu_decode` does the same behind the same calls.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,72 +12,8 @@ from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
 
 
-class PagedDecode(Protocol):
-    """Plans once per pass from what SGLang knows of its requests, then runs once per layer."""
-
-    def reserve(self, max_batch: int) -> None:
-        """Prepare for captured batches of up to `max_batch` requests, before the first capture."""
-
-    def plan_extend(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
-    ) -> None:
-        """Prepare a prefill pass over requests of `seq_lens` [B] tokens, prefix included."""
-
-    def plan_verify(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
-    ) -> None:
-        """Prepare a dense pass over `width` tokens behind the `seq_lens` [B] cached ones.
-
-        Landmarks are written of the pages that these tokens touch only. Raises as `plan_decode`.
-        """
-
-    def plan_decode(
-        self,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        captured: bool = False,
-    ) -> None:
-        """Prepare a decode step over requests of `seq_lens` [B] tokens, the new one included.
-
-        Raises `ValueError` if the step is `captured` in a CUDA graph, or replays one, and has more
-        requests than were reserved.
-        """
-
-    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
-        """Write the landmarks of the planned pass's full pages; `k_buffer` is [num_slots, Hkv, D].
-
-        In a prefill pass these are all full pages of every request, not only those of its new
-        tokens: a page may have been completed by an earlier chunk or loaded by someone else.
-        """
-
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
-        landmarks: Landmarks | None,
-        layer_id: int,
-        sm_scale: float,
-        v_scale: float = 1.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One layer of the planned decode step; the new token's KV is in the pool already.
-
-        Args:
-            q: [B, Hq, D].
-            k_buffer, v_buffer: [num_slots, Hkv, D].
-            landmarks: those of a page that this token filled are written. None for a dense layer,
-                which reads all pages.
-            sm_scale, v_scale, sinks: as `kernels.decode.sparse_decode` takes them.
-
-        Returns:
-            [B, Hq, D] in q's dtype.
-        """
-
-
 class TorchPagedDecode:
-    """The sparse decode step on any device, in plain torch."""
+    """Plans once per pass from what SGLang knows of its requests, then runs once per layer."""
 
     def __init__(self, budgets: BudgetTable, req_to_token: torch.Tensor) -> None:
         schedule = budgets.schedule
@@ -92,7 +27,7 @@ class TorchPagedDecode:
         self._full_pages: torch.Tensor
 
     def reserve(self, max_batch: int) -> None:
-        pass
+        """Prepare for captured batches of up to `max_batch` requests, before the first capture."""
 
     def _read_pages(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
@@ -108,12 +43,17 @@ class TorchPagedDecode:
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
+        """Prepare a prefill pass over requests of `seq_lens` [B] tokens, prefix included."""
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         self._full_pages = self._pages.full_pages(self._page_size)
 
     def plan_verify(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
     ) -> None:
+        """Prepare a dense pass over `width` tokens behind the `seq_lens` [B] cached ones.
+
+        Landmarks are written of the pages that these tokens touch only. Raises as `plan_decode`.
+        """
         total = seq_lens + width
         self._read_pages(req_pool_indices, total, total.cpu())
         self._full_pages = self._pages.full_pages(self._page_size, first=seq_lens)
@@ -125,6 +65,11 @@ class TorchPagedDecode:
         seq_lens_cpu: torch.Tensor,
         captured: bool = False,
     ) -> None:
+        """Prepare a decode step over requests of `seq_lens` [B] tokens, the new one included.
+
+        Raises `ValueError` on a GPU if the step is `captured` in a CUDA graph, or replays one, and
+        has more requests than were reserved.
+        """
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         num_pages = self._pages.num_pages
         self._num_selected = self._budgets.num_selected(num_pages, req_pool_indices)
@@ -133,6 +78,11 @@ class TorchPagedDecode:
         self._full_pages = self._pages.physical[just_filled, last_page]
 
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
+        """Write the landmarks of the planned pass's full pages; `k_buffer` is [num_slots, Hkv, D].
+
+        In a prefill pass these are all full pages of every request, not only those of its new
+        tokens: a page may have been completed by an earlier chunk or loaded by someone else.
+        """
         if self._full_pages.numel():
             k_pages = k_buffer.view(-1, self._page_size, *k_buffer.shape[1:])
             pairs = landmarks.pairs if isinstance(landmarks, Int4Landmarks) else None
@@ -150,6 +100,11 @@ class TorchPagedDecode:
         v_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """One layer of the planned decode step; the new token's KV is in the pool already.
+
+        `landmarks` of a page that this token filled are written; None for a dense layer, which
+        reads all pages. Shapes are those of `kernels.decode.sparse_decode`.
+        """
         pages = self._pages
         physical = pages.physical[:, None].expand(-1, k_buffer.shape[1], -1)
         num_selected = pages.num_pages

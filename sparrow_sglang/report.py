@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from math import sqrt
 from pathlib import Path
@@ -28,6 +29,7 @@ from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE, RUN_FILE, re
 from sparrow_sglang.schedule import BudgetSchedule
 
 Row = Mapping[str, Any]
+_Means = tuple[float | None, float | None]
 
 PASS_RATE = "eval/pass_rate"
 _TAIL_OF_BIN = f"{TAIL}_bin"
@@ -214,9 +216,8 @@ class Run:
         return self.starts[-1] if self.starts else {}
 
     @property
-    def config(self) -> Row:
-        config: Row = self.start.get("config", {})
-        return config
+    def config(self) -> dict[str, Any]:
+        return dict(self.start.get("config", {}))
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -225,8 +226,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        step: int = self.rows[-1]["step"]
-        return step
+        return int(self.rows[-1]["step"])
 
     def curve(self, metric: str) -> dict[int, float]:
         """The metric by step. `_GAP` is that of one policy: a step evaluates before it samples."""
@@ -240,29 +240,18 @@ def read_run(folder: Path) -> Run:
     """The run in `folder`. Raises `ReportError` if it has no step yet, or a file is damaged."""
     with _reading(folder / RUN_FILE):
         starts = read_starts(folder / RUN_FILE)
-    rows = sorted(json_lines(folder / METRICS_FILE), key=lambda row: row["step"])
+    with _reading(folder / METRICS_FILE):
+        rows = sorted(_json_lines(folder / METRICS_FILE), key=lambda row: int(row["step"]))
     run = Run(folder, rows, starts)
     if not run.steps:
         raise ReportError(f"{folder / METRICS_FILE}: holds no training step yet")
     return run
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file, each with a step. A last row that a killed run cut is left out."""
-    rows = []
-    text = path.read_text("utf-8", "replace") if path.exists() else ""
-    for count, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            break
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            problem = f'{line.strip()[:60]!r}: expected a JSON object with "step"'
-            raise ReportError(f"{path}:{count}: {problem}")
-        rows.append(row)
-    return rows
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file. A last row that a killed run cut is left out."""
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 # -- the page
@@ -271,7 +260,6 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class Chart:
     title: str
-    description: str
     svg: str
     note: str
 
@@ -313,13 +301,11 @@ class Section:
                 figure.legend(handles, labels, loc="outside lower center", ncols=columns)
             svg = io.StringIO()
             figure.savefig(svg, format="svg", metadata={"Date": None})
-        lines = f" Lines: {', '.join(labels)}." if labels else ""
-        described = f"{y_label} against {x_label}.{lines}"
-        self.charts.append(Chart(title, described, svg.getvalue(), note))
+        self.charts.append(Chart(title, svg.getvalue(), note))
 
 
 def write_page(title: str, sources: Sources) -> str:
-    """The page about at most one run and any calibrations; adds to `sources.left_out`.
+    """The page about runs and calibrations; adds to `sources.left_out`.
 
     Raises `ReportError` if nothing can be shown, or a package is missing.
     """
@@ -351,27 +337,21 @@ def _sections(sources: Sources) -> Iterator[Section]:
     by_measurement: dict[str, list[tuple[Path, Row]]] = {}
     for path, content in sources.schedules.items():
         evidence = content.get("provenance") or {}
-        measured = [
-            content["bin_tokens"],
-            evidence.get("settings"),
-            evidence.get("tails", str(path)),
-        ]
+        tails = evidence.get("tails", str(path))
+        measured = [content["bin_tokens"], evidence.get("settings"), tails]
         by_measurement.setdefault(json.dumps(measured), []).append((path, content))
-    makers: list[tuple[Path, Callable[[Any], Section], Any]] = [
+    makers: list[tuple[Path, Callable[[], Section]]] = [
+        *((folder, partial(_section_of_run, folder)) for folder in sources.runs),
         *(
-            (folder, lambda folder: run_section(read_run(folder)), folder)
-            for folder in sources.runs
-        ),
-        *(
-            (group[0][0], calibration_section, [content for _, content in group])
+            (group[0][0], partial(calibration_section, [content for _, content in group]))
             for group in by_measurement.values()
         ),
-        *((path, check_section, content) for path, content in sources.checks.items()),
+        *((path, partial(check_section, content)) for path, content in sources.checks.items()),
     ]
-    for path, make, source in makers:
+    for path, make in makers:
         try:
             with _reading(path):
-                yield make(source)
+                yield make()
         except ReportError as error:
             sources.left_out.append(str(error))
 
@@ -387,14 +367,8 @@ def _inline(chart: Chart, name: str) -> Any:
         body = body.replace(colour, theme)
     _, opening, body = re.split(r"(<svg\b[^>]*>)", body, maxsplit=1)
     box = re.findall(r'viewBox="([^"]*)"', opening)[0]
-    head = Markup(
-        '<svg class="chart" viewBox="{box}" role="img" aria-labelledby="{name}-title"'
-        ' aria-describedby="{name}-desc"><title id="{name}-title">{title}</title>'
-        '<desc id="{name}-desc">{description}</desc>'
-    )
-    return head.format(
-        box=box, name=name, title=chart.title, description=chart.description
-    ) + Markup(body)
+    head = Markup('<svg class="chart" viewBox="{box}" role="img"><title>{title}</title>')
+    return head.format(box=box, title=chart.title) + Markup(body)
 
 
 def _scale(axes: Any, whole: bool = False, from_zero: bool = False) -> None:
@@ -421,7 +395,7 @@ def _style(index: int, label: str) -> dict[str, Any]:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for readers: whole numbers whole, others to `digits` significant digits."""
+    """Whole numbers whole, others to `digits` significant digits."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -454,8 +428,9 @@ def _versions(fields: Row) -> dict[str, str]:
 # -- a training run
 
 
-def run_section(run: Run) -> Section:
+def _section_of_run(folder: Path) -> Section:
     """Reward, length, tail, speed and where the time went, by step."""
+    run = read_run(folder)
     section = Section("training", f"Training run {run.folder.resolve().name}", _run_facts(run))
     _run_charts(section, run)
     count = min(len(run.rows), _SHOWN_STEPS)
@@ -471,14 +446,12 @@ def run_section(run: Run) -> Section:
         section.settings.append(("Configuration", flat(run.config)))
     shown_software: dict[str, str] = {}
     for start in run.starts:
-        versions = _versions(start)
-        software = {key: versions[key] for key in versions if key not in ("date", "command")}
+        software = _versions(start | {"date": "", "command": ""})
         if software != shown_software:
-            since = f" from step {start['step']} on" if shown_software else ""
-            section.settings.append((f"Versions{since}", versions))
-            shown_software = software
-    with _reading(run.folder / RESPONSES_FILE):
-        section.samples += _samples(json_lines(run.folder / RESPONSES_FILE))
+            section.settings.append((f"Versions from step {start['step']} on", _versions(start)))
+        shown_software = software
+    with _reading(folder / RESPONSES_FILE):
+        section.samples += _samples(_json_lines(folder / RESPONSES_FILE))
     return section
 
 
@@ -584,30 +557,20 @@ def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
     steps = sorted({row["step"] for row in rows})
     for index in sorted({round(i * (len(steps) - 1) / 3) for i in range(4)}) if steps else ():
         of_step = [row for row in rows if row["step"] == steps[index]]
-        group = [
-            row
-            for row in of_step
-            if (row["task"], row["prompt_id"]) == (of_step[0]["task"], of_step[0]["prompt_id"])
-        ]
+        first = of_step[0]["task"], of_step[0]["prompt_id"]
+        group = [row for row in of_step if (row["task"], row["prompt_id"]) == first]
         # A reward that could not be computed is null.
         group = [row for row in group if row["reward"] is not None] or group[:1]
         group.sort(key=lambda row: row["reward"] or 0.0, reverse=True)
         for row in [group[0], group[-1]] if group[1:] else group:
+            scores = {"reward": row["reward"], **row["scores"], "tail": row.get("tail")}
             facts = [
-                f"Step {row['step']}",
-                f"{row['task']}/{row['prompt_id']}",
-                f"reward {number(row['reward'])}",
-                *(f"{name} {number(value)}" for name, value in row["scores"].items()),
-                f"{row['length']:,} tokens",
-                f"finish reason {row['finish_reason']}",
+                f"Step {row['step']}, {row['task']}/{row['prompt_id']}",
+                *(f"{name} {number(value)}" for name, value in scores.items()),
+                f"{row['length']:,} tokens, finish reason {row['finish_reason']}",
             ]
-            if row.get("tail") is not None:
-                facts.append(f"tail {number(row['tail'])}")
-            yield (
-                ", ".join(facts),
-                _shortened(row.get("prompt", "–"), 1500),
-                _shortened(row["text"], 3000),
-            )
+            prompt = _shortened(row.get("prompt", "–"), 1500)
+            yield ", ".join(facts), prompt, _shortened(row["text"], 3000)
 
 
 def _shortened(text: str, most: int) -> str:
@@ -668,10 +631,7 @@ def check_section(content: Row) -> Section:
     verdicts = [f"{c['schedule']} {'holds' if c['holds'] else 'does not hold'}" for c in checks]
     tokens = sum(row["tokens"] for check in checks for row in check["bins"])
     section = Section("check", f"Check on {content['model']}")
-    section.facts += [
-        ("verdict", ", ".join(verdicts)),
-        ("sparsely decoded tokens", number(tokens)),
-    ]
+    section.facts += [("verdict", ", ".join(verdicts)), ("sparsely decoded tokens", number(tokens))]
     for check in checks:
         name, target = check["schedule"], check["target"]
         width = check.get("bin_tokens", widths[name])
@@ -681,8 +641,8 @@ def check_section(content: Row) -> Section:
             if row["tokens"] >= check["min_tokens"] and row.get("tail_low") is not None
         ]
         note = (
-            "With its confidence band. A bin fails if the whole band lies below the target. Only"
-            f" bins of {check['min_tokens']:,} tokens or more."
+            "A bin fails if its whole confidence band lies below the target. Only bins of"
+            f" {check['min_tokens']:,} tokens or more."
         )
         with section.chart(f"Tail under {name}", _POSITION_LABEL, _TAIL_LABEL, note) as axes:
             at = [(row["bin"] + 0.5) * width for row in judged]
@@ -711,9 +671,8 @@ def _tail_map(section: Section, schedules: Sequence[BudgetSchedule], evidence: R
     width = schedules[0].bin_tokens
     edges = [index * width for index in range(count + 1)]
     note = (
-        "Measured under fixed budgets, over sparsely decoded tokens; empty where fewer than"
-        f" {least:,} tokens were. A line is a schedule; it has a gap where the schedule takes a"
-        " budget that was not measured, such as all there is."
+        f"Under fixed budgets; empty where fewer than {least:,} tokens were sparse. A line is a"
+        " schedule; it has a gap where its budget was not measured."
     )
     title = "Tail by position and KV budget"
     with section.chart(title, _POSITION_LABEL, "KV budget, tokens", note, 3.4) as axes:
@@ -789,10 +748,9 @@ def _rate(value: float | None) -> str:
 def compare(sources: Sources) -> dict[str, Any]:
     """Several runs by arm, as JSON values: runs whose settings differ in no more than the seed.
 
-    Each quantity has the mean over an arm's runs, at the end of a run and over all of it, with half
-    of its 95 % interval, the same for its difference from the first arm, and the values of the
-    runs. Steps that not all runs have taken are left out, which `sources.left_out` notes. Raises
-    `ReportError` if fewer than two runs can be read.
+    Each quantity has values, mean and difference from the first arm as `_compared` gives them, at
+    the end of a run and over all of it. Steps that not all runs have taken are left out, which
+    `sources.left_out` notes. Raises `ReportError` if fewer than two runs can be read.
     """
     runs = []
     for folder in sources.runs:
@@ -812,10 +770,8 @@ def compare(sources: Sources) -> dict[str, Any]:
         arm: {m: [_summary(run, m) for run in own] for m in _COMPARED} for arm, own in arms.items()
     }
     first = next(iter(values.values()))
-    made_by = [
-        {name: run.start.get(name) for name in ("device", "python", "packages", "commit")}
-        for run in runs
-    ]
+    origin = ("device", "python", "packages", "commit")
+    made_by = [{name: run.start.get(name) for name in origin} for run in runs]
     settings = [_compared_settings(run.config) for run in runs]
     return {
         "made_by": [own for index, own in enumerate(made_by) if own not in made_by[:index]],
@@ -831,18 +787,12 @@ def compare(sources: Sources) -> dict[str, Any]:
                 "seeds": [run.config.get("seed", 0) for run in own],
                 "steps": [run.last_step for run in own],
                 **{
-                    metric: {
-                        span: _over_runs(
-                            [pair[i] for pair in values[arm][metric]],
-                            None if values[arm] is first else [pair[i] for pair in first[metric]],
-                        )
-                        for i, span in enumerate(_SPANS)
-                    }
+                    metric: _compared(values[arm][metric], first[metric] if index else ())
                     for metric in _COMPARED
                     if any(run.curve(metric) for run in own)
                 },
             }
-            for arm, own in arms.items()
+            for index, (arm, own) in enumerate(arms.items())
         ],
     }
 
@@ -899,7 +849,7 @@ def _compared_settings(config: Row) -> dict[str, str]:
     }
 
 
-def _summary(run: Run, metric: str) -> tuple[float | None, float | None]:
+def _summary(run: Run, metric: str) -> _Means:
     """Means over the last fifth of the steps that have the metric, and over all of them."""
     values = list(run.curve(metric).values())
     if not values:
@@ -907,17 +857,18 @@ def _summary(run: Run, metric: str) -> tuple[float | None, float | None]:
     return mean(values[-max(1, round(len(values) * _END)) :]), mean(values)
 
 
-def _over_runs(
-    values: Sequence[float | None], reference: Sequence[float | None] | None
-) -> dict[str, Any]:
-    """Values of an arm's runs, their mean and its difference from the first arm's."""
-    own = [value for value in values if value is not None]
-    others = [value for value in reference or () if value is not None]
-    return {
-        "values": list(values),
-        "mean": interval(own) if own else None,
-        "difference": interval(own, others) if own and others else None,
-    }
+def _compared(of_runs: Sequence[_Means], first: Sequence[_Means]) -> dict[str, Any]:
+    """By span: values of an arm's runs, their mean and its difference from the `first` arm's."""
+    compared = {}
+    for i, span in enumerate(_SPANS):
+        own = [value for means in of_runs if (value := means[i]) is not None]
+        others = [value for means in first if (value := means[i]) is not None]
+        compared[span] = {
+            "values": [means[i] for means in of_runs],
+            "mean": interval(own) if own else None,
+            "difference": interval(own, others) if own and others else None,
+        }
+    return compared
 
 
 def interval(values: Sequence[float], others: Sequence[float] = ()) -> dict[str, float | None]:

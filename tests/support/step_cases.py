@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +16,15 @@ from sparrow_sglang.attention_backends.landmarks import (
     kept_pairs,
 )
 from sparrow_sglang.attention_backends.metadata import BudgetTable
-from sparrow_sglang.attention_backends.paged_decode import PagedDecode
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import int4_landmark_tokens
+
+if TYPE_CHECKING:
+    from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+    from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
+
+    Step = TorchPagedDecode | TritonPagedDecode
 
 HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (7, 1), (4, 4), (10, 2)]
 SPARSE_LAYERS = (1, 2)
@@ -140,13 +145,13 @@ class StepCase:
             buffer.copy_(poisoned.to(buffer.dtype))
         return self
 
-    def run(self, step: PagedDecode) -> list[torch.Tensor]:
+    def run(self, step: "Step") -> list[torch.Tensor]:
         """Prefill all but the last token of each request, then decode it in each layer."""
         landmarks = self.prefill(step)
         step.plan_decode(self.pool.rows, self.pool.lengths, self.pool.lengths.cpu())
         return self.decode(step, landmarks)
 
-    def prefill(self, step: PagedDecode) -> dict[int, Landmarks]:
+    def prefill(self, step: "Step") -> dict[int, Landmarks]:
         """Landmarks of the sparse layers."""
         pool, page_size = self.pool, self.schedule.page_size
         before = (pool.lengths - 1).clamp_min(1)
@@ -169,7 +174,7 @@ class StepCase:
             step.update_landmarks(pool.k, landmarks[layer])
         return landmarks
 
-    def decode(self, step: PagedDecode, landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:
+    def decode(self, step: "Step", landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:
         """Outputs of the planned step, by layer."""
         pool, (k_scale, v_scale) = self.pool, self.kv_scales
         scale = self.head_dim**-0.5 * k_scale

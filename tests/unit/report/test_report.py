@@ -126,7 +126,7 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     assert (shown[-1]["reward"], shown[-1]["pass rate"]) == ("–", "0.75")
     assert (page.facts["steps"], page.facts["schedule"]) == (f"{STEPS} of {STEPS}", SCHEDULE)
     assert dict(page.tables["Configuration"])["rollout.max_new_tokens"] == "3000"
-    assert dict(page.tables["Versions"])["sglang"] == version("sglang")
+    assert dict(page.tables["Versions from step 0 on"])["sglang"] == version("sglang")
     assert {"Reward", "Entropy", "Tail by position", "KV tokens per generated token"} <= set(
         page.charts
     )
