@@ -27,12 +27,7 @@ class ConfigError(InputError):
 def named_schedule(flag: str | None) -> tuple[str, str]:
     """The schedule that a server is to load, and where it is named.
 
-    That is `flag`, the value of --sparrow-schedule, else the variable SPARROW_SCHEDULE, else the
-    model's default, "auto". A name is a shipped schedule's, a path to a .json file, fixed-<tokens>
-    or "auto".
-
-    Raises:
-        ConfigError: the value is no string, is empty, or holds several names.
+    That is `flag`, --sparrow-schedule, else SPARROW_SCHEDULE, else "auto". Raises `ConfigError`.
     """
     source = os.environ.get(SOURCE_VARIABLE) or "--sparrow-schedule"
     value: object = flag

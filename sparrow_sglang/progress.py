@@ -33,7 +33,6 @@ class Progress:
         self.where = ""
 
     def show(self, stage: str) -> None:
-        """Show the stage that is under way from now on."""
         self._bar.set_postfix_str(stage)
         now = time.monotonic()
         if self._plain and now - self._logged_at >= LOG_EVERY_S:
@@ -54,16 +53,13 @@ class Progress:
         return finished
 
     def advance(self, units: int = 1) -> None:
-        """Move the bar on."""
         self._bar.update(units)
 
     def say(self, line: str) -> None:
-        """Print a line of results."""
         if self._plain:
             print(line, flush=True)
         else:
             self._bar.write(line)
 
     def close(self) -> None:
-        """Leave the terminal as it is."""
         self._bar.close()

@@ -76,7 +76,6 @@ class RequestOption:
         schedule: None to read everything in every layer.
         kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included;
             layer weights multiply the budget after this bound.
-        report: whether the answer carries a `KvUsage`.
     """
 
     schedule: BudgetSchedule | None
@@ -85,11 +84,7 @@ class RequestOption:
 
     @classmethod
     def read(cls, custom_params: Any, active: BudgetSchedule) -> "RequestOption":
-        """The option in a request's `custom_params`; the active schedule where there is none.
-
-        Raises:
-            RequestError: it breaks one of the rules above, which the message names.
-        """
+        """The option in a request's `custom_params`. Raises `RequestError`."""
         given = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
         if given is None:
             return cls(active)
@@ -123,7 +118,6 @@ class RequestOption:
         return self.schedule.tokens_read(cached, self.kv_budget_tokens)
 
     def usage(self, prompt_tokens: int, completion_tokens: int) -> KvUsage:
-        """Usage of a request that generated `completion_tokens` after `prompt_tokens`."""
         name = None if self.schedule is None else self.schedule.name
         steps = max(0, completion_tokens - 1)
         if not steps:
@@ -167,9 +161,7 @@ class RequestOption:
 class RequestState:
     """State that the launching process keeps for one `GenerateReqInput`, and for its copies.
 
-    Attributes:
-        option: what the request asked for; each request of a batch has its own.
-        reports: `meta_info` of the finished answers that carry a report, by their index.
+    `reports` are `meta_info` of the finished answers that carry a report, by their index.
     """
 
     option: RequestOption | None = None
@@ -178,10 +170,9 @@ class RequestState:
 
 def request_state(request: Any) -> RequestState:
     """The state of a `GenerateReqInput`, created if there is none yet."""
-    state: RequestState | None = getattr(request, ATTRIBUTE, None)
-    if state is None:
-        state = RequestState()
-        setattr(request, ATTRIBUTE, state)
+    if getattr(request, ATTRIBUTE, None) is None:
+        setattr(request, ATTRIBUTE, RequestState())
+    state: RequestState = getattr(request, ATTRIBUTE)
     return state
 
 

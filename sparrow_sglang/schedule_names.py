@@ -10,32 +10,25 @@ from importlib.resources import files
 from typing import Any
 
 from sparrow_sglang.hf_config import model_value
-from sparrow_sglang.json_values import cut, quoted, relative_note
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedule import DRAFTS, MAX_TOKENS, BudgetSchedule, ScheduleError
 from sparrow_sglang.selection import SelectionRule
 from sparrow_sglang.validation import nearest_first
 
 PREFERRED_TAIL_TARGET = 0.86
 FIXED_NAME = re.compile(r"fixed-([0-9]+)")
-# How many shipped schedules an error about an unknown name lists.
-_NAMED = 8
 
 
 def known_schedules() -> list[str]:
     """Names of the shipped schedules, sorted."""
-    folder = files("sparrow_sglang.schedules")
-    return sorted(
-        entry.name.removesuffix(".json")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".json")
-    )
+    names = [entry.name for entry in files("sparrow_sglang.schedules").iterdir()]
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
 def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     """The schedule that `spec` names: a shipped name, a path to .json, fixed-<tokens> or drafts.
 
-    Raises `ScheduleError` if there is none, if it is invalid or if it was made for another page
-    size than the server's `page_size`.
+    Raises `ScheduleError` if there is none, if it is invalid or made for another page size.
     """
     if match := FIXED_NAME.fullmatch(spec):
         if len(match[1]) > len(str(MAX_TOKENS)):
@@ -46,7 +39,7 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     named = spec in known_schedules()
     if named or spec.endswith(".json") or os.sep in spec or os.path.exists(spec):
         return _for_page_size(read_schedule(spec), page_size, spec)
-    nearest = nearest_first(spec, known_schedules())[:_NAMED]
+    nearest = nearest_first(spec, known_schedules())[:8]
     raise ScheduleError(
         f"schedule {quoted(spec, 60)} is not known: expected a path to a .json file,"
         f" fixed-<tokens>, {DRAFTS}, or a name that `sparrow schedules` lists; the nearest are"
@@ -59,7 +52,9 @@ def read_schedule(spec: str) -> BudgetSchedule:
 
     Raises `ScheduleError` if there is none or it is invalid.
     """
-    return shipped_schedule(spec) if spec in known_schedules() else _from_file(spec)
+    if spec in known_schedules():
+        return shipped_schedule(spec)
+    return BudgetSchedule.from_json(spec)
 
 
 def schedule_for_model(
@@ -93,19 +88,7 @@ def schedule_for_model(
 
 @cache
 def shipped_schedule(name: str) -> BudgetSchedule:
-    """The shipped schedule of that name, one of `known_schedules()`."""
     return BudgetSchedule.from_json(str(files("sparrow_sglang.schedules") / f"{name}.json"))
-
-
-def _from_file(spec: str) -> BudgetSchedule:
-    if not os.path.exists(spec):
-        names = ", ".join(nearest_first(spec, known_schedules())[:5])
-        raise ScheduleError(
-            f"{cut(spec)}{relative_note(spec)}: cannot be read (No such file or directory);"
-            f" expected a schedule file (.json), fixed-<tokens>, or a shipped schedule, such as"
-            f" {names}"
-        )
-    return BudgetSchedule.from_json(spec)
 
 
 def _for_page_size(schedule: BudgetSchedule, page_size: int, spec: str) -> BudgetSchedule:

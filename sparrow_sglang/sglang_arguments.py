@@ -14,18 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from sparrow_sglang.sglang_install import INSTALL, SUPPORTED, version_problems
+from sparrow_sglang.sglang_install import SUPPORTED, version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-_NAMESPACE = "exec.attention"
-
 
 class ServerField(NamedTuple):
-    """A field of `ServerArgs`: its type, its default and the help of its flag."""
-
     kind: Any
     default: Any
     help: str
@@ -39,7 +35,7 @@ def attention_backends(server_args: "ServerArgs") -> tuple[str, str]:
 
 
 class _Resolved:
-    """Fields of a `ServerArgs` that keeps decisions beside what the user gave, from 0.5.20 on."""
+    """From 0.5.20 on `ServerArgs` keeps decisions beside what the user gave."""
 
     def __init__(self, server_args: "ServerArgs") -> None:
         self._server_args = server_args
@@ -73,7 +69,7 @@ def is_resolved(server_args: "ServerArgs") -> bool:
 
 
 def resolution_method(cls: Any) -> str:
-    """Name of the method of `ServerArgs` in which SGLang decides on what the user left open."""
+    """The method of `ServerArgs` in which SGLang decides on what the user left open."""
     return "resolve_once" if hasattr(cls, "resolve_once") else "__post_init__"
 
 
@@ -84,7 +80,6 @@ def model_config_if_read(server_args: "ServerArgs") -> "ModelConfig | None":
 
 
 def read_model_config(server_args: "ServerArgs") -> "ModelConfig":
-    """The model's config, read from its folder if need be."""
     record: Any = server_args
     if hasattr(record, "get_model_config"):
         config: ModelConfig = record.get_model_config()
@@ -95,10 +90,7 @@ def read_model_config(server_args: "ServerArgs") -> "ModelConfig":
 
 
 def stock_attention_backend(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
-    """The attention backend that SGLang would choose for this model and device by itself.
-
-    SGLang's own rules are asked: those for the architecture, then the general one.
-    """
+    """The attention backend that SGLang's own rules choose for this model and device."""
     from sglang.srt.arg_groups.overrides import collect_model_override_declarations
 
     record = getattr(server_args, "_server_args", server_args)
@@ -139,15 +131,11 @@ def _set_field(server_args: Any, name: str, value: Any) -> None:
 def _server_source() -> tuple[ast.Module, ...]:
     """SGLang's modules that define `ServerArgs`, as importing them takes ten seconds.
 
-    Raises:
-        ModuleNotFoundError: SGLang is not installed.
-        RuntimeError: it is installed in part, twice or too old.
+    Raises `RuntimeError` if SGLang is not installed, in part, or too old.
     """
-    package = find_spec("sglang")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError(f"SGLang is not installed: {INSTALL}")
     for problem in version_problems():
         raise RuntimeError(problem)
+    package: Any = find_spec("sglang")
     folder = Path(package.origin).with_name("srt")
     # From 0.5.20 on there is one class per namespace of the configuration.
     files = (folder / "server_args.py", *folder.glob("arg_groups/fields/*.py"))
@@ -156,24 +144,21 @@ def _server_source() -> tuple[ast.Module, ...]:
 
 @functools.cache
 def _server_fields() -> dict[str, ast.expr]:
-    """Annotations of the fields of `ServerArgs`; raises as `_server_source`."""
+    """Annotations of the fields of `ServerArgs`."""
     first, *others = _server_source()
     classes = [node for node in first.body if getattr(node, "name", "") == "ServerArgs"]
     classes += [node for module in others for node in module.body]
-    fields = {
+    return {
         item.target.id: item.annotation
         for node in classes
         if isinstance(node, ast.ClassDef)
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
-    if "attention_backend" not in fields:
-        raise RuntimeError(f"SGLang's source has no ServerArgs: {INSTALL}")
-    return fields
 
 
 def server_argument_names() -> frozenset[str]:
-    """Fields of SGLang's `ServerArgs`; raises as `_server_source`."""
+    """Raises as `_server_source`."""
     return frozenset(_server_fields())
 
 
@@ -214,14 +199,8 @@ def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:
     import msgspec
     from sglang.srt.arg_groups import fields as module
 
-    namespace = msgspec.defstruct(
-        "SparrowFields",
-        [
-            (name, Annotated[field.kind, field.help], field.default)
-            for name, field in fields.items()
-        ],
-        namespace={"_NS_PATH": _NAMESPACE},
-    )
+    ours = [(name, Annotated[f.kind, f.help], f.default) for name, f in fields.items()]
+    namespace = msgspec.defstruct("SparrowFields", ours, namespace={"_NS_PATH": "exec.attention"})
     original = module.collect_input_fields
 
     @functools.wraps(original)
@@ -234,20 +213,12 @@ def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:
 def add_server_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
     """Add keyword-only fields at the end of `ServerArgs`, unless it was assembled with them.
 
-    Raises:
-        RuntimeError: this SGLang's ServerArgs is no dataclass, nor a struct with our fields.
+    Raises `RuntimeError` if it is no dataclass, nor a struct with our fields.
     """
     if all(name in getattr(cls, "__struct_fields__", ()) for name in fields):
         return
     if not hasattr(cls, "__dataclass_fields__"):
-        raise RuntimeError(
-            "sglang.srt.server_args.ServerArgs has no fields of sparrow-sglang: expected a"
-            f" dataclass or a struct that is assembled on import, as in SGLang {SUPPORTED[-1]}"
-        )
-    _add_dataclass_fields(cls, fields)
-
-
-def _add_dataclass_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
+        raise RuntimeError(f"ServerArgs: expected one as in SGLang {SUPPORTED[-1]}")
     from sglang.srt.arg_groups import arg_utils
 
     for name, (kind, default, text) in fields.items():
@@ -272,7 +243,6 @@ def _add_dataclass_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
 
 
 def config_file_merger(parser: Any) -> Any:
-    """SGLang's `ConfigArgumentMerger`, which puts the flags of a --config file into a list."""
     try:
         from sglang.srt.server_args_config_parser import ConfigArgumentMerger
     except ImportError:

@@ -8,7 +8,7 @@ from importlib.metadata import Distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 SUPPORTED = ("0.5.15.post1", "0.5.20", "0.5.23")
 """Tested versions: those that slime and verl pin, and `LOCKED`; newer ones may run, too."""
@@ -16,13 +16,11 @@ LOCKED = "0.5.23"
 """The version that the README installs, and that CI tests."""
 INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
 
-UNKNOWN = "of an unknown version"
-
 
 def installed_version() -> str:
-    """The version of the SGLang that would be imported, as the installer knows it."""
+    """The version as the installer knows it."""
     installed = _installed()
-    return installed[0].version if installed else UNKNOWN
+    return installed[0].version if installed else "of an unknown version"
 
 
 def version_problems() -> list[str]:
@@ -40,23 +38,12 @@ def version_problems() -> list[str]:
     versions = list(dict.fromkeys(distribution.version for distribution in installed))
     if len(versions) > 1:
         return [f"SGLang is on the path {len(versions)} times ({', '.join(versions)}): keep one"]
-    try:
-        known = Version(installed[0].version) if installed else None
-    except InvalidVersion:
-        known = None
-    if known is None:
-        return [f"SGLang {installed_version()} in {folder}: expected one that pip knows; {INSTALL}"]
-    own = Path(str(installed[0].locate_file("sglang/__init__.py")))
-    # An editable installation has no package beside its metadata.
-    if own.is_file() and own.resolve().parent != folder.resolve():
-        return [f"SGLang is on the path twice, in {folder} and {own.parent}: keep one"]
-    if known < Version(SUPPORTED[0]):
-        return [f"SGLang {known}: expected {SUPPORTED[0]} or newer; {INSTALL}"]
+    if not versions or Version(versions[0]) < Version(SUPPORTED[0]):
+        return [f"SGLang {installed_version()}: expected {SUPPORTED[0]} or newer; {INSTALL}"]
     return []
 
 
 def import_problem(error: ImportError) -> str:
-    """The message for an SGLang that lacks a part of itself or a package that it needs."""
     return f"SGLang {installed_version()} cannot be imported ({error}); {INSTALL}"
 
 

@@ -1,9 +1,7 @@
 """What differs between the versions of SGLang that `sparrow_sglang.sglang_install` lists.
 
-To support another version, read this file, `sparrow_sglang.sglang_arguments` on `ServerArgs`, and
-`sparrow_sglang.plugin.hooks`, the table of what is changed in SGLang. Every import, attribute or
-parameter of SGLang that some supported version lacks, or has elsewhere, is looked up in the first
-two. SGLang itself is imported only where a function needs it.
+Every import, attribute or parameter of SGLang that some supported version lacks, or has elsewhere,
+is looked up here or, on `ServerArgs`, in `sparrow_sglang.sglang_arguments`.
 """
 
 import base64
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
 def without_insertion(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Keyword arguments of `release_kv_cache` that keep a request's KV out of the prefix tree.
 
-    None if `arguments`, those of the call, keep it out already. From 0.5.22 on the call must have
-    the argument.
+    None if `arguments`, those of the call, keep it out already.
     """
     name = "checkpoint" if "checkpoint" in arguments else "is_insert"
     if not arguments.get(name, True):
@@ -76,7 +73,6 @@ def _exists(target: str) -> bool:
 
 
 def last_locations_in_torch() -> Any:
-    """SGLang's `get_last_loc_torch`."""
     try:
         from sglang.srt.mem_cache.allocation import get_last_loc_torch
     except ImportError:
@@ -85,7 +81,7 @@ def last_locations_in_torch() -> Any:
 
 
 def is_empty(tree_cache: Any) -> bool:
-    """Whether a prefix tree has no nodes; from 0.5.22 on its nodes need not be Python objects."""
+    """Whether a prefix tree has no nodes; in 0.5.23 its nodes need not be Python objects."""
     if hasattr(tree_cache, "tree_core"):
         return tree_cache.all_values_flatten().numel() == 0
     return not tree_cache.root_node.children
@@ -94,7 +90,7 @@ def is_empty(tree_cache: Any) -> bool:
 def can_flush(scheduler: Any) -> bool:
     """Whether a scheduler would empty its prefix cache now.
 
-    From 0.5.22 on requests that a pause has retracted, and that hold no KV, do not matter.
+    In 0.5.23 requests that a pause has retracted, and that hold no KV, do not matter.
     """
     arguments: dict[str, Any] = {}
     if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
@@ -117,11 +113,7 @@ def weight_update_session(manager: Any, step: str) -> Any:
 
 
 def request_of(fields: Mapping[str, Any]) -> Any:
-    """SGLang's `GenerateReqInput` of `fields`.
-
-    Fields that change only how top log-probs are written are left out where SGLang lacks them
-    (0.5.15).
-    """
+    """SGLang's `GenerateReqInput`; 0.5.15 lacks the fields for how top log-probs are written."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     known = inspect.signature(GenerateReqInput).parameters
@@ -139,10 +131,8 @@ def adapter_request(
     from sglang.srt.utils import MultiprocessingSerializer
 
     fields: dict[str, Any] = {"lora_name": name, "config_dict": dict(config)}
-    if (
-        "serialized_named_tensors"
-        in inspect.signature(LoadLoRAAdapterFromTensorsReqInput).parameters
-    ):
+    known = inspect.signature(LoadLoRAAdapterFromTensorsReqInput).parameters
+    if "serialized_named_tensors" in known:
         fields["serialized_named_tensors"] = [
             MultiprocessingSerializer.serialize(dict(tensors)) for _ in range(tp_size)
         ]
@@ -172,15 +162,13 @@ def kv_of(req: Any) -> Any:
 
 
 def prefilled_tokens(req: Any) -> int:
-    """Where the latest prefill pass of a request ended."""
     end: int = req.extend_end if hasattr(req, "extend_end") else req.extend_range.end
     return end
 
 
 def evicted_tokens(req: Any) -> int:
     """How many of a request's first tokens have lost their KV in a pool for sliding windows."""
-    # From 0.5.22 on each kind of pool has a count of its own. In 0.5.15 the count lies in the
-    # request.
+    # In 0.5.23 each kind of pool has a count of its own; in 0.5.15 the request has it.
     names = ("max_evicted_seqlen", "swa_evicted_seqlen")
     holders = (getattr(req, "kv", None), req)
     tokens: int = next(getattr(h, name) for h in holders for name in names if hasattr(h, name))
@@ -219,16 +207,12 @@ def ranks(process: Any) -> Any:
 
 
 def layer_range(configurator: Any) -> range:
-    """Indices of the layers whose KV is in this process."""
     info = getattr(configurator, "layer_info", configurator)
     return range(info.start_layer, info.end_layer)
 
 
 def hybrid_config(model_config: "ModelConfig") -> Any:
-    """The config that says which layers of a model keep a state instead of KV.
-
-    None for models without such layers.
-    """
+    """The config of a model with layers that keep a state instead of KV; None for others."""
     try:
         from sglang.srt.configs.hybrid_arch import mambaish_config
     except ImportError:
@@ -244,17 +228,14 @@ def has_asymmetric_kv(model_config: "ModelConfig") -> bool:
 
 
 def decode_may_become_prefill() -> bool:
-    """Whether DP attention turns decode batches into prefills to replay a prefill's CUDA graph.
-
-    It does from 0.5.20 on, while another rank prefills.
-    """
+    """Whether DP attention turns decode batches into prefills while another rank prefills."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     return hasattr(ScheduleBatch, "convert_decode_to_extend")
 
 
 def report_config(manager: Any, **fields: Any) -> None:
-    """Have SGLang's `server_info` say `fields`, both the server's and that of `sglang.Engine`."""
+    """Add `fields` to SGLang's `server_info`, both the server's and the engine's."""
     source, record = "sparrow", manager.server_args
     if hasattr(manager, "record_config_updates"):
         manager.record_config_updates(source, **fields)
@@ -267,9 +248,6 @@ def report_config(manager: Any, **fields: Any) -> None:
 
 
 def weight_metadata(meta_info: Mapping[str, Any]) -> dict[str, Any]:
-    """What SGLang's completions say about the weights' version, from a request's `meta_info`.
-
-    From 0.5.20 on this also says which tokens come from which version.
-    """
+    """The weights' version and, from 0.5.20 on, which tokens come from which."""
     names = ("weight_version", "weight_versions")
     return {"weight_version": None} | {name: meta_info[name] for name in names if name in meta_info}

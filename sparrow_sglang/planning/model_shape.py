@@ -134,9 +134,8 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the fields of a Hugging Face config.json.
 
-        Raises `InputError` on a missing or wrong field, on DeepSeek's experts and latent attention,
-        whose weights and KV these formulas do not count, and on a sliding window without
-        `layer_types` that say which layers have it.
+        Raises `InputError` on a missing field, on DeepSeek's experts and latent attention, and on a
+        sliding window without `layer_types` that say which layers have it.
         """
         config = text_config(config)
         windows = window_layers(config)
@@ -149,8 +148,7 @@ class ModelShape:
             if config.get(key):
                 raise InputError(
                     f"{key}={quoted(config[key])} cannot be predicted: expected grouped-query"
-                    " attention, windows and gated delta rules only in layers that layer_types"
-                    " names, and MLPs that are dense or have routed experts"
+                    " attention, windows and gated delta rules named in layer_types, routed experts"
                 )
         num_layers = _positive(config, "num_hidden_layers")
         experts = _experts(config, num_layers)
@@ -179,15 +177,13 @@ class ModelShape:
         experts, linear, kv_heads = self.experts, self.linear, self.num_kv_heads
         if kv_heads % ranks and ranks % kv_heads:
             raise InputError(
-                f"{ranks} tensor-parallel ranks: {kv_heads} KV heads cannot be shared among them;"
-                " expected a divisor or a multiple of the heads"
+                f"{ranks} tensor-parallel ranks: expected to divide {kv_heads} KV heads"
             )
 
         def part(width: int, what: str) -> int:
             if width % ranks:
                 raise InputError(
-                    f"{ranks} tensor-parallel ranks: {width} {what} cannot be shared among them;"
-                    " expected a divisor"
+                    f"{ranks} tensor-parallel ranks: expected to divide {width} {what}"
                 )
             return width // ranks
 
@@ -286,7 +282,6 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
         raise InputError(
-            f"{key}={value!r} in the model's config.json: expected a whole number of 1 or more; is"
-            " this the config of a transformer decoder?"
+            f"{key}={value!r} in the model's config.json: expected a whole number of 1 or more"
         )
     return value

@@ -41,11 +41,11 @@ def test_a_hub_that_cannot_be_reached_is_not_called_a_missing_model() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[]", "its config.json holds no JSON object"),
-        ("{", "its config.json cannot be read"),
+        ("[]", "config.json: holds a list"),
+        ("{", "config.json: not JSON"),
         ('{"architectures": null}', "architectures=None in its config.json: expected a list"),
         ('{"architectures": []}', "architectures=[] in its config.json: expected a list"),
-        ("[" * 100_000, "its config.json cannot be read"),
+        ("[" * 100_000, "config.json: nested too deeply"),
         (LLAMA % '"rms_norm_eps": "small"', "Field 'rms_norm_eps' expected float, got str"),
     ],
 )
