@@ -125,5 +125,5 @@ class TestRanks:
     def test_refuses_what_cannot_be_split(self) -> None:
         with pytest.raises(InputError, match="3 tensor-parallel ranks: .* 4 KV heads"):
             qwen("30b-a3b").on_rank(3)
-        with pytest.raises(InputError, match="16 tensor-parallel ranks: 40 query heads"):
+        with pytest.raises(InputError, match="16 tensor-parallel ranks: .* 40 query heads"):
             qwen("14b").on_rank(16)
