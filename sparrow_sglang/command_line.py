@@ -2,10 +2,12 @@
 commands that leave no process behind."""
 
 import argparse
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sparrow_sglang.json_values import shortened
 
@@ -34,7 +36,14 @@ def exit_on_sigterm() -> None:
 
     SGLang's processes end with their parent only once they have imported SGLang.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def end(number: int, frame: Any) -> NoReturn:
+        if not threading.main_thread().is_alive():
+            # Python only joins threads; it would print the exception and go on.
+            os._exit(128 + number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -173,7 +173,7 @@ def _check_platform() -> Check:
 
 def _check_model(words: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import start_up_line
+    from sparrow_sglang.plugin.server_log import describe
 
     try:
         # SGLang's own start-up messages would drown the report.
@@ -194,9 +194,8 @@ def _check_model(words: Sequence[str]) -> Iterator[Check]:
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     schedule, source = resolve_schedule(server_args, hf_config)
     yield _check_kernels(server_args, model_config, schedule)
-    detail = start_up_line(schedule, source, hf_config)
-    if lossless := describe_lossless(resolved(server_args)):
-        detail += f"; {lossless}"
+    lossless = describe_lossless(resolved(server_args))
+    detail = f"sparse decode with {describe(schedule, source, hf_config, lossless)}"
     if schedule.is_foreign(hf_config):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:

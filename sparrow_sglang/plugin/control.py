@@ -16,7 +16,7 @@ from sparrow_sglang.json_values import quoted
 from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
-from sparrow_sglang.plugin.lossless.refusals import is_lossless
+from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
 from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.scheduler_calls import (
@@ -44,6 +44,7 @@ from sparrow_sglang.schedule_names import (
     load_schedule,
     shipped_schedule,
 )
+from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_versions import report_config
 from sparrow_sglang.validation import nearest_first
 
@@ -207,9 +208,10 @@ def _load(scheduler: "Scheduler", schedule: BudgetSchedule) -> None:
     budgets = require_scheduler_state().budgets
     previous = budgets.schedule
     budgets.load(schedule)
+    lossless = describe_lossless(resolved(scheduler.server_args))
     announce(
         f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
-        f" {describe(schedule, 'set_schedule', scheduler.model_config.hf_config)}"
+        f" {describe(schedule, 'set_schedule', scheduler.model_config.hf_config, lossless)}"
     )
 
 

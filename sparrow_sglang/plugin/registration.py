@@ -28,7 +28,7 @@ from sparrow_sglang.plugin.refusals import (
     runner_problems,
     server_problems,
 )
-from sparrow_sglang.plugin.server_log import announce, start_up_line
+from sparrow_sglang.plugin.server_log import announce, describe
 from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
 from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_install import (
@@ -87,12 +87,10 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
                 f"SGLang {installed_version()} has not been tested with; all"
                 f" {len(PROCESS.hooks)} hooks fit into it"
             )
-        line = start_up_line(schedule, source, model_config.hf_config)
-        if lossless := describe_lossless(view):
-            line += f"; {lossless}"
+        line = describe(schedule, source, model_config.hf_config, describe_lossless(view))
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
-        announce(line)
+        announce(f"sparse decode with {line}")
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
     backend = SparrowAttnBackend(runner, schedule)

@@ -1,7 +1,4 @@
-"""Hooks of a scheduler for the backend `sparrow`: request options, KV in the prefix tree, memory.
-
-Each hook says why it is needed and which version of SGLang it was checked with.
-"""
+"""Hooks of a scheduler: request options, KV in the prefix tree, memory."""
 
 import functools
 from collections.abc import Callable
@@ -226,9 +223,9 @@ def reserve_decode_buffers(
 
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
-    """AROUND hook: SGLang 0.5.23 cannot capture the verifications of an algorithm of ours."""
+    """AROUND hook: SGLang cannot capture the verifications of an algorithm of ours."""
     if runner.spec_algorithm.is_none() or not is_lossless(runner.server_args):
         return original(runner)
-    from sparrow_sglang.plugin.lossless.graphs import VerifyGraphs
+    from sparrow_sglang.plugin.lossless.worker import VerifyGraphs
 
     return VerifyGraphs

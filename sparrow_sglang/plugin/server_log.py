@@ -38,11 +38,15 @@ def keep_warnings() -> None:
         _logger.setLevel(logging.WARNING)
 
 
-def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
-    """One schedule in one line.
+def calibration(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> str:
+    """As `BudgetSchedule.calibration`; with lossless decoding no schedule changes the answers."""
+    if lossless and not schedule.calibrated:
+        return "needs no calibration"
+    return schedule.calibration(hf_config)
 
-    `source` says where the schedule comes from; `hf_config` is the served model's config.
-    """
+
+def describe(schedule: BudgetSchedule, source: str, hf_config: Any, lossless: str = "") -> str:
+    """One schedule in one line, with where it comes from and what `describe_lossless` returns."""
     if schedule.is_dense:
         return f"schedule {schedule.name}, from {source}: every step reads everything"
     budgets, rule = schedule.budget_tokens, schedule.selection
@@ -56,13 +60,10 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
     for kind, found in kinds.items():
         if found:
             layers += f", {kind} in {len(found)} of {num_layers_of(hf_config)} layers"
-    return (
-        f"schedule {schedule.name} ({schedule.calibration(hf_config)}), from {source}: KV budget"
-        f" {budgets[0]}..{budgets[-1]} tokens, sparse from {schedule.first_sparse_length()} tokens"
-        f" on, page size {schedule.page_size}, {layers}{selection}"
+    line = (
+        f"schedule {schedule.name} ({calibration(schedule, hf_config, lossless)}), from {source}:"
+        f" KV budget {budgets[0]}..{budgets[-1]} tokens, sparse from"
+        f" {schedule.first_sparse_length()} tokens on, page size {schedule.page_size},"
+        f" {layers}{selection}"
     )
-
-
-def start_up_line(schedule: BudgetSchedule, source: str, hf_config: Any) -> str:
-    """The schedule, its source and the model it was calibrated for, in one line."""
-    return f"sparse decode with {describe(schedule, source, hf_config)}"
+    return f"{line}; {lossless}" if lossless else line

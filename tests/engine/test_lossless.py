@@ -20,8 +20,7 @@ from engines import (
 from sampled_answers import SETTINGS, SampledAnswers
 
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
-from sparrow_sglang.plugin.lossless.graphs import VerifyGraphs
-from sparrow_sglang.plugin.lossless.worker import LosslessWorker
+from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.sglang_arguments import read_model_config, resolved

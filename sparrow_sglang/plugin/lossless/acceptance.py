@@ -7,6 +7,7 @@ restricted to some of the vocabulary. Everything here is torch and never waits f
 B is the number of requests, k that of drafts, V the vocabulary, C the candidates of a draft.
 """
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 MAX_CANDIDATES = 4096
 """The vocabulary is divided into at most this many groups, and q is restricted to the likeliest
 token of each. Ids in sequence, such as those of digits, are in different groups."""
+
+_MAX_IN_FLIGHT = 8
+"""Rounds whose counts may be on their way to the host."""
 
 
 class Draft(NamedTuple):
@@ -69,16 +73,16 @@ def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tenso
     flat = logits.reshape(-1, columns)
     rows = len(flat) // batch
 
-    def spread(values: torch.Tensor) -> torch.Tensor:
+    def per_row(values: torch.Tensor) -> torch.Tensor:
         return values.reshape(-1, 1).expand(-1, rows).reshape(-1)
 
-    probs = torch.softmax(flat.float() / spread(info.temperatures)[:, None], dim=-1)
+    probs = torch.softmax(flat.float() / per_row(info.temperatures)[:, None], dim=-1)
     if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
         probs = _truncated(
-            probs, spread(info.top_ks), spread(info.top_ps), spread(info.min_ps), info
+            probs, per_row(info.top_ks), per_row(info.top_ps), per_row(info.min_ps), info
         )
     if info.is_any_greedy:
-        greedy = spread(info.top_ks)[:, None] <= 1
+        greedy = per_row(info.top_ks)[:, None] <= 1
         best = torch.zeros_like(probs).scatter_(1, flat.argmax(-1, keepdim=True), 1.0)
         probs = torch.where(greedy, best, probs)
     return probs.view(logits.shape)
@@ -98,19 +102,20 @@ def _truncated(
     if probs.is_cuda:
         from sgl_kernel import top_k_renorm_prob, top_p_renorm_prob
 
-        of_top_k = top_k_renorm_prob(probs, top_ks) if info.need_top_k_sampling else probs
-        whole = of_top_k if info.need_min_p_sampling else probs
-        of_top_p = top_p_renorm_prob(whole, top_ps) if info.need_top_p_sampling else probs
-        kept = of_top_k.masked_fill(of_top_p <= 0, 0)
+        top_k = top_k_renorm_prob(probs, top_ks) if info.need_top_k_sampling else probs
+        base = top_k if info.need_min_p_sampling else probs
+        top_p = top_p_renorm_prob(base, top_ps) if info.need_top_p_sampling else probs
+        truncated = top_k.masked_fill(top_p <= 0, 0)
     else:
         ordered, order = probs.sort(dim=-1, descending=True)
         rank = torch.arange(probs.shape[1], device=probs.device)
         before = ordered.cumsum(-1) - ordered
         ordered = ordered * ((rank < top_ks[:, None]) & (before <= top_ps[:, None]))
-        kept = torch.zeros_like(probs).scatter_(1, order, ordered)
+        truncated = torch.zeros_like(probs).scatter_(1, order, ordered)
     if info.need_min_p_sampling:
-        kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) * min_ps[:, None], 0)
-    return kept / kept.sum(-1, keepdim=True)
+        least = truncated.amax(-1, keepdim=True) * min_ps[:, None]
+        truncated = truncated.masked_fill(truncated < least, 0)
+    return truncated / truncated.sum(-1, keepdim=True)
 
 
 def sample(probs: torch.Tensor) -> torch.Tensor:
@@ -123,17 +128,18 @@ def candidates(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and ids of the likeliest token of each group, both [B, C].
 
     Args:
-        logits: [B, V]; token i is in group i mod (V // depth), and the last V mod depth tokens are
+        logits: [B, V]; token i is in group i mod (V // size), and the last V mod size tokens are
             groups of their own.
     """
     batch, vocabulary = logits.shape
-    least = -(-vocabulary // MAX_CANDIDATES)
-    # Groups of equal size where there are such.
-    depth = next((d for d in range(least, 2 * least) if vocabulary % d == 0), least)
-    groups = vocabulary // depth
-    best, member = logits[:, : groups * depth].unflatten(1, (depth, groups)).max(dim=1)
+    min_size = -(-vocabulary // MAX_CANDIDATES)
+    # Groups of equal size where the vocabulary has such a divisor.
+    divisors = (d for d in range(min_size, 2 * min_size) if vocabulary % d == 0)
+    size = next(divisors, min_size)
+    groups = vocabulary // size
+    best, member = logits[:, : groups * size].unflatten(1, (size, groups)).max(dim=1)
     ids = torch.add(torch.arange(groups, device=logits.device), member, alpha=groups)
-    if rest := vocabulary - groups * depth:
+    if rest := vocabulary - groups * size:
         best = torch.cat([best, logits[:, -rest:]], dim=1)
         last = torch.arange(vocabulary - rest, vocabulary, device=logits.device)
         ids = torch.cat([ids, last.expand(batch, -1)], dim=1)
@@ -158,19 +164,19 @@ def verify(drafts: list[Draft], logits: torch.Tensor, info: "SamplingBatchInfo")
         info: as in `distribution`.
     """
     k = len(drafts)
-    tokens = torch.stack([one.tokens for one in drafts], dim=1)
+    tokens = torch.stack([draft.tokens for draft in drafts], dim=1)
     if info.is_all_greedy:
         best = logits.argmax(-1)
         equal = tokens == best[:, :k]
         accepted = equal.long().cumprod(1).sum(1)
         return Outcome(accepted, best.gather(1, accepted[:, None]).squeeze(1), equal.float())
-    ids = torch.stack([one.ids for one in drafts if one.ids is not None], dim=1)
-    q = torch.stack([one.q for one in drafts if one.q is not None], dim=1)
+    ids = torch.stack([draft.ids for draft in drafts if draft.ids is not None], dim=1)
+    q = torch.stack([draft.q for draft in drafts if draft.q is not None], dim=1)
     return accept(tokens, ids, q, distribution(logits, info))
 
 
 def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:
-    """The definition of acceptance and of the residual.
+    """Accept each draft with probability min(1, p / q), and draw the next token of the residual.
 
     Args:
         tokens: [B, k], draft j sampled from q[:, j].
@@ -191,3 +197,31 @@ def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Te
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     rates = torch.minimum(q, p[:, :k].gather(2, ids)).sum(2)
     return Outcome(accepted, sample(residual), rates)
+
+
+class DraftCounters:
+    """Acceptance rates of drafts on SGLang's /metrics; one instance per process.
+
+    Counts drafts whose predecessors were all accepted, and sums their rates.
+    """
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter
+
+        self._drafts = Counter("sparrow:drafts", "Drafts whose predecessors were accepted")
+        self._rates = Counter("sparrow:draft_acceptance", "Sum of the acceptance rates of drafts")
+        self._in_flight: deque[torch.Tensor] = deque(maxlen=_MAX_IN_FLIGHT)
+
+    def add(self, outcome: Outcome) -> None:
+        """Start copying a round's sums to the host."""
+        position = torch.arange(outcome.rates.shape[1], device=outcome.rates.device)
+        known = position <= outcome.accepted[:, None]
+        sums = torch.stack([known.sum(), (outcome.rates * known).sum()])
+        self._in_flight.append(sums.to("cpu", non_blocking=True))
+
+    def publish(self) -> None:
+        """Count the oldest round; its results have arrived on the host."""
+        if self._in_flight:
+            drafts, rates = self._in_flight.popleft().tolist()
+            self._drafts.inc(drafts)
+            self._rates.inc(rates)

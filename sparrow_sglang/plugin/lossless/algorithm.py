@@ -1,7 +1,4 @@
-"""The algorithm `SPARROW` of SGLang's --speculative-algorithm.
-
-Imported by SGLang's processes only; a plugin registers an algorithm as it does a backend.
-"""
+"""The algorithm `SPARROW` of SGLang's --speculative-algorithm."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +15,7 @@ DEFAULT_DRAFTS = 8
 
 
 class SparseDrafts(CustomSpecAlgo):
-    """What SGLang 0.5.23 calls on an algorithm and `CustomSpecAlgo` lacks, and the widths."""
+    """Adds what SGLang calls on an algorithm and `CustomSpecAlgo` lacks."""
 
     def carries_draft_hidden_states(self) -> bool:
         return False

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 LOSSLESS = "SPARROW"
 """Name of the algorithm in SGLang's --speculative-algorithm."""
 FORCED_ACCEPTANCE = "SPARROW_FORCED_ACCEPTANCE"
-"""Variable by which benchmarks of models with random weights set the share of drafts, 0 to 1, that
-a verification accepts. Answers are then wrong."""
+"""Variable by which benchmarks of random weights set the share of drafts that are accepted, 0 to 1.
+Answers are then wrong."""
 MAX_DRAFT_TOKENS = 33
 MAX_REQUESTS = 128
-"""Requests that run at once where --max-running-requests is not given, which is also the largest
-batch that SGLang captures then: a captured round has a row of logits for each token of each."""
+"""Default of --max-running-requests, and so of the largest captured batch: a captured round has a
+row of logits for each token of each request."""
 
 _ARGUMENTS = {
     "pp_size": (1, "drafts are not passed between pipeline stages"),
@@ -62,7 +62,7 @@ _REQUEST = (
 
 
 def is_lossless(server_args: "ServerArgs") -> bool:
-    """Whether the server decodes losslessly; SGLang accepts the name in lower case, too."""
+    # SGLang accepts the name in lower case, too.
     return (server_args.speculative_algorithm or "").upper() == LOSSLESS
 
 
@@ -124,13 +124,9 @@ def require_lossless(request: "TokenizedGenerateReqInput", option: RequestOption
         for name, neutral, why in fields:
             value = getattr(part, name, None)
             if value is not None and value != neutral:
+                default = ""
+                if name.endswith("_penalty"):
+                    default = "; --sampling-defaults openai ignores generation_config.json"
                 raise RequestError(
-                    f"{name}={value!r} with lossless decoding: {why}; expected {neutral!r}"
-                    + _remedy(name)
+                    f"{name}={value!r} with lossless decoding: {why}; expected {neutral!r}{default}"
                 )
-
-
-def _remedy(name: str) -> str:
-    if not name.endswith("_penalty"):
-        return ""
-    return ", also in the model's generation_config.json, which --sampling-defaults openai ignores"

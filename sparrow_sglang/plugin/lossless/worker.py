@@ -3,7 +3,6 @@
 With C tokens committed, whose KV is in the pool, and the bonus token after them: sparse decode
 steps at positions C to C + k - 1 draft k tokens, then one dense pass over the bonus token and the
 drafts, at positions C to C + k, replaces the KV that they wrote. So committed KV is always dense.
-Written for SGLang 0.5.23.
 """
 
 import copy
@@ -20,18 +19,42 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sparrow_sglang.plugin.lossless import acceptance
 from sparrow_sglang.plugin.lossless.algorithm import RoundState
-from sparrow_sglang.plugin.lossless.graphs import capture_drafts, verify_input
-from sparrow_sglang.plugin.lossless.metrics import DraftCounters
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+def _verify_input(width: int, positions: torch.Tensor) -> DFlashVerifyInput:
+    """What SGLang's attention backends read of a verification of `width` tokens in sequence."""
+    return DFlashVerifyInput(
+        draft_token=None,
+        positions=positions,
+        draft_token_num=width,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+
+
+class VerifyGraphs(DecodeCudaGraphRunner):
+    """Captures verifications, whose `spec_info` SGLang does not know."""
+
+    def get_spec_info(self, num_tokens: int) -> DFlashVerifyInput:
+        return _verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
+
+    def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
+        # SGLang compares widths only where there is a `spec_info`, which a draft has not. Replayed
+        # as a verification, it would write KV to stale slots.
+        verifies = forward_batch.forward_mode.is_target_verify()
+        return verifies and bool(super().can_run_graph(forward_batch))
 
 
 class LosslessWorker(BaseSpecWorker):
@@ -49,7 +72,8 @@ class LosslessWorker(BaseSpecWorker):
         self.topk = 1
         self._draft_graphs: Any = None
         is_first = get_parallel().tp_rank == 0
-        self._counters = DraftCounters() if server_args.enable_metrics and is_first else None
+        counts = server_args.enable_metrics and is_first
+        self._counters = acceptance.DraftCounters() if counts else None
         forced = os.environ.get(FORCED_ACCEPTANCE)
         self._forced = None if forced is None else float(forced)
         if self._forced is not None and is_first:
@@ -67,7 +91,15 @@ class LosslessWorker(BaseSpecWorker):
             self._counters.publish()
 
     def init_cuda_graphs(self) -> None:
-        self._draft_graphs = capture_drafts(self.model_runner)
+        """Capture the draft steps; SGLang has captured the verifications, unless graphs are off."""
+        runner = self.model_runner
+        if runner.decode_cuda_graph_runner is None:
+            return
+        algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
+        try:
+            self._draft_graphs = DecodeCudaGraphRunner(runner)
+        finally:
+            runner.spec_algorithm = algorithm
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
@@ -103,7 +135,7 @@ class LosslessWorker(BaseSpecWorker):
         verify = self._forward_batch(batch, ForwardMode.TARGET_VERIFY, committed)
         verify.input_ids = torch.cat([bonus[:, None], drafted], dim=1).reshape(-1)
         verify.positions, verify.out_cache_loc = positions.reshape(-1), slots.reshape(-1)
-        verify.spec_info = verify_input(width, verify.positions)
+        verify.spec_info = _verify_input(width, verify.positions)
         if batch.seq_lens_cpu is not None:
             # FlashInfer plans by the lengths with, and the sum without the tokens to verify.
             verify.seq_lens_cpu = batch.seq_lens_cpu + width
@@ -182,7 +214,7 @@ class LosslessWorker(BaseSpecWorker):
 
     @contextmanager
     def _drafting(self) -> Iterator[None]:
-        """Passes replay the graphs of drafts."""
+        """Within, passes replay the graphs of drafts."""
         runner = self.model_runner
         verify_graphs = runner.decode_cuda_graph_runner
         runner.decode_cuda_graph_runner = self._draft_graphs

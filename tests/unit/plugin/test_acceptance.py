@@ -10,7 +10,8 @@ import torch
 from frequencies import p_value, sampled_from
 
 from sparrow_sglang.plugin.lossless import acceptance
-from sparrow_sglang.plugin.lossless.metrics import DraftCounters
+from sparrow_sglang.plugin.server_log import describe
+from sparrow_sglang.schedule import BudgetSchedule
 
 ALL = 1 << 30
 
@@ -128,10 +129,16 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> Non
 def test_counters_sum_the_rates_of_drafts_whose_predecessors_were_accepted() -> None:
     from prometheus_client import REGISTRY
 
-    counters = DraftCounters()
+    counters = acceptance.DraftCounters()
     rates = torch.tensor([[0.5, 0.25, 0.9], [1.0, 0.75, 0.5]])
     outcome = acceptance.Outcome(torch.tensor([0, 2]), torch.zeros(2), rates)
     counters.add(outcome)
     counters.publish()
     assert REGISTRY.get_sample_value("sparrow:drafts_total") == 4
     assert REGISTRY.get_sample_value("sparrow:draft_acceptance_total") == 2.75
+
+
+def test_schedules_of_drafts_need_no_calibration() -> None:
+    drafts = BudgetSchedule.drafts()
+    assert "NOT calibrated" in describe(drafts, "a file", {})
+    assert "NOT calibrated" not in describe(drafts, "a file", {}, lossless="lossless, 8 drafts")
