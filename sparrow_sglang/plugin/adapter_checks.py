@@ -50,8 +50,7 @@ def check_config(config: Any) -> int:
     # The comparison is False for NaN, so NaN is refused, too.
     if not (isinstance(alpha, (int, float)) and abs(alpha) <= _MAX_ALPHA):
         raise ControlError(
-            f"config: lora_alpha={quoted(alpha)}: expected a number of at most {_MAX_ALPHA:g} in"
-            " size"
+            f"config: lora_alpha={quoted(alpha)}: expected {-_MAX_ALPHA:g} to {_MAX_ALPHA:g}"
         )
     listed = isinstance(targets, (list, tuple, set)) and all(isinstance(m, str) for m in targets)
     if not listed and targets not in ("all", "all-linear"):
@@ -83,16 +82,15 @@ def check_factors(
         named = FACTOR.fullmatch(key)
         if named is None or not (others or named[1] in shapes):
             raise ControlError(
-                f"tensors[{quoted(key)}] is no LoRA factor of a linear module: expected PEFT's"
-                " names, such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+                f"tensors[{quoted(key)}]: expected PEFT's name of a linear module's factor, such as"
+                " base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             )
         module, side = named[1], named[2]
         _check_shape(key, tensor, side, rank, shapes.get(module))
         seen.setdefault(module, set()).add(side)
         if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
             raise ControlError(
-                f"tensors[{quoted(key)}] holds NaN, or numbers above {_MAX_FACTOR:g} in size:"
-                " expected smaller ones, or the model would compute NaN"
+                f"tensors[{quoted(key)}]: expected numbers from {-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
             )
     halves = [module for module, sides in seen.items() if len(sides) == 1]
     if halves or not seen:
@@ -173,8 +171,8 @@ def module_shapes(hf_config: Any) -> dict[str, tuple[int, int]]:
     except Exception as error:
         # Configs of SGLang's own, such as that of Qwen3.5, lack what transformers reads.
         raise ControlError(
-            f"adapters of this model cannot be checked ({cut(str(error))}); expected them"
-            " merged into the weights, or loaded at the start by --lora-paths"
+            f"adapters of this model cannot be checked ({cut(str(error))}): expected them merged"
+            " into the weights, or in --lora-paths"
         ) from None
     return {
         name: (module.out_features, module.in_features)

@@ -40,10 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 async def adapter(
     manager: "TokenizerManager", name: str, config: Mapping[str, Any], tensors: str
 ) -> dict[str, Any]:
-    """As `load_adapter`, with the factors as a safetensors file in base64; returns the name.
-
-    Raises `ControlError` also if the file cannot be read.
-    """
+    """As `load_adapter`, with the factors as a safetensors file in base64; returns the name."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -74,29 +71,24 @@ async def load_adapter(
 ) -> None:
     """Load a LoRA adapter in place of the one of that name, while no request runs.
 
-    The tensors are copied, because SGLang keeps those it is given and the next optimizer step would
-    change them in place.
-
     Args:
         name: the name that requests use (`lora_path`, or `model` in the OpenAI routes).
         config: PEFT's adapter_config.json.
         tensors: lora_A [r, in] and lora_B [out, r] of each module under PEFT's names.
 
     Raises:
-        ControlError: LoRA is off, or the name, the config or a tensor does not fit this server; the
-            adapter of that name is unchanged. Or requests are paused, or SGLang refused.
+        ControlError: LoRA is off, an argument does not fit this server, or requests are paused; the
+            adapter of that name is unchanged. Or SGLang refused.
     """
     if not resolved(manager.server_args).enable_lora:
         raise ControlError("LoRA is off: start the server with --enable-lora")
     if manager.server_args.dp_size > 1 and not manager.server_args.enable_dp_attention:
         raise ControlError(
-            f"dp_size={manager.server_args.dp_size}: SGLang loads adapters at run time only with"
-            " --dp-size 1 or --enable-dp-attention"
+            f"dp_size={manager.server_args.dp_size}: expected 1, or --enable-dp-attention"
         )
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ControlError(
-            f"name={quoted(name)}: expected a string of 1 to 64 letters, digits, '.', '_', '/' and"
-            " '-', such as 'math'"
+            f"name={quoted(name)}: expected 1 to 64 letters, digits, '.', '_', '/' and '-'"
         )
     rank, state = check_config(config), require_server_state(manager)
     if state.module_shapes is None:
@@ -130,6 +122,7 @@ async def _replace(
         gone = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)
         if not gone.success:
             raise ControlError(f"adapter {name!r} was not replaced: {gone.error_message}")
+    # SGLang keeps the tensors, and the next optimizer step would change them in place.
     payload = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     request = adapter_request(name, config, payload, manager.server_args.tp_size)
     try:
@@ -145,7 +138,7 @@ async def _replace(
 
 
 async def _drop(manager: "TokenizerManager", name: str, lora_id: str | None) -> None:
-    """Unload an adapter that only some of the ranks have loaded from those ranks."""
+    """Unload an adapter from those ranks that have loaded it."""
     if name in manager.lora_registry.get_all_adapters():
         await manager.lora_registry.unregister(name)
         manager.lora_ref_cache.pop(name, None)
@@ -181,10 +174,9 @@ def _require_room(scheduler: "Scheduler", config: dict[str, Any]) -> dict[str, A
     pool = _lora_manager(scheduler).memory_pool
     if not pool.can_support(LoRAConfig.from_dict(config)):
         raise ControlError(
-            f"config: r={config['r']}, target_modules={quoted(config['target_modules'])}: the"
-            f" server has room for rank {pool.max_lora_rank} and"
-            f" {', '.join(sorted(pool.target_modules))}; see --max-lora-rank and"
-            " --lora-target-modules"
+            f"config: r={config['r']}, target_modules={quoted(config['target_modules'])}: expected"
+            f" --max-lora-rank {pool.max_lora_rank} at most, and of --lora-target-modules"
+            f" {', '.join(sorted(pool.target_modules))}"
         )
     return {}
 

@@ -1,14 +1,11 @@
 """Exact acceptance rates of sparse generations, computed in the server that makes them.
 
-The acceptance rate of a token needs the whole sparse and the whole dense distribution. Top-k lists
-bound it, which is enough for a model with peaked distributions; where a model spreads its
-probability over thousands of tokens, the bounds are too loose to be of use. So the server keeps the
-last hidden state of every decode step of a generation, prefills the same tokens again, densely, and
-compares the output layer's logits of both. Only the rates leave the device. The requests for it are
-in `mismatch/exact_rates.py`.
+The acceptance rate of a token needs the whole sparse and the whole dense distribution; top-k lists
+only bound it. So the server keeps the last hidden state of every decode step of a generation,
+prefills the same tokens again, densely, and compares the output layer's logits of both. Only the
+rates leave the device. The requests for it are in `mismatch/exact_rates.py`.
 
-The cost is one copy of [batch, hidden size] per decode step, captured in its CUDA graph, and memory
-for slots x steps x hidden size numbers.
+The cost is a copy of [batch, hidden size] per decode step, and slots x steps x hidden size numbers.
 """
 
 import functools
@@ -102,16 +99,12 @@ def _records() -> bool:
 
 @functools.cache
 def _the_record(hidden_size: int, dtype: Any) -> "StepRecord":
-    """The record of this scheduler, made at its first step."""
     caps = require_scheduler_state().budgets.tensors.caps
     return StepRecord(*_size(), len(caps), hidden_size, dtype, caps.device)
 
 
 def _place(request: Any, key: str) -> Place | None:
-    """The place that a request gives under `key`; None if it gives none.
-
-    Also None if this server has no such place, as a client's mistake must not end the server.
-    """
+    """The place that a request gives under `key`; None if it gives none that this server has."""
     given = (request.sampling_params.custom_params or {}).get(key)
     if not isinstance(given, (list, tuple)) or [type(number) for number in given] != [int, int]:
         return None

@@ -1,8 +1,6 @@
 """The audit of a running server: some finished requests are scored again densely on that server.
 
-Runs in the process that holds SGLang's TokenizerManager. Users get the same answers as without it.
-
-`recorded.skip_reason` says which requests cannot be audited; they are counted by the reason.
+Runs in the process of SGLang's TokenizerManager, and does not change what users receive.
 """
 
 import asyncio
@@ -59,12 +57,8 @@ class Auditor:
     """Chooses requests, records what the sampler saw, scores them again when there is room.
 
     There is room when no user's request runs, or when the score stays within BUSY_SHARE of the
-    tokens that users' requests took. Requests are scored one at a time, at the lowest priority
-    where priorities are on. Requests that do not fit the queue are dropped and counted. `rate`, the
-    share of auditable requests to audit, may be set at any time; at 0 only the load is published.
-
-    No score starts while generation is paused, while memory is released, while the server stops, or
-    within `held_back`.
+    tokens that users' requests took. `rate`, the share of auditable requests to audit, may be set
+    at any time; at 0 only the load is published.
 
     Everything runs on the event loop of SGLang's TokenizerManager except comparing a response's
     lists and writing the log, neither of which touches the report.
@@ -97,7 +91,7 @@ class Auditor:
         self._is_broken = False
         self._strict_thinking = getattr(manager.server_args, "enable_strict_thinking", False)
         self._worker: asyncio.Task[None] | None = None
-        # The score that is under way, and the id of its request once that has been sent.
+        # The score in flight, and the id of its request once sent.
         self._score: asyncio.Task[str] | None = None
         self._sent: str | None = None
         if rate:
@@ -110,7 +104,7 @@ class Auditor:
             self.report.start(schedule)
 
     def on_requests(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
-        """Note requests on their way to the scheduler; ask chosen ones to return log-probs."""
+        """Note requests on their way to the scheduler; have chosen ones return log-probs."""
         if self._is_broken:
             return
         if self._worker is None or self._worker.done():
@@ -150,7 +144,7 @@ class Auditor:
     async def held_back(self, new_weights: bool = False) -> AsyncIterator[None]:
         """Within this context no score runs or starts, and the scheduler is done with the last one.
 
-        A score under way is aborted; with `new_weights` no response of the old weights is scored
+        A score in flight is aborted; with `new_weights` no response of the old weights is scored
         afterwards. Waits at most _ABORT_S and _IDLE_S.
         """
         self._holds += 1
@@ -181,10 +175,7 @@ class Auditor:
         await asyncio.wait({score})
 
     async def _wait_until_idle(self) -> None:
-        """Wait until the scheduler has left the step in which its last request ended.
-
-        In that step a flush fails. Does not wait for users' requests.
-        """
+        """Wait until the scheduler has left the step of the last score, in which a flush fails."""
         deadline = time.monotonic() + (_PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S)
         while time.monotonic() < deadline:
             self._forget_vanished()
@@ -263,7 +254,6 @@ class Auditor:
         return True
 
     async def _audit(self, recorded: RecordedRequest) -> None:
-        """Score a request, and count what became of it."""
         self._sent, self._has_scored = None, True
         score = self._score = asyncio.create_task(self._enter_score(recorded))
         await asyncio.wait({score})
@@ -271,7 +261,6 @@ class Auditor:
         if score.cancelled():
             outcome = "dropped"
         elif error := score.exception():
-            # An error in one request must affect neither users nor the next audited request.
             outcome = "failed"
             logger.warning("audit of request %s failed: %s", recorded.request_id, error)
         else:
@@ -285,11 +274,7 @@ class Auditor:
             self._queue.finish(rid, complete=False)
 
     async def _enter_score(self, recorded: RecordedRequest) -> str:
-        """Score one request again, and enter it in report and log; returns "audited".
-
-        Or returns "dropped", if that cannot be done or is aborted. Raises whatever SGLang refuses
-        the request with.
-        """
+        """Score one request again, and enter it in report and log; returns its outcome."""
         # A generation may fill the context, but the scheduler takes only prompts that are a few
         # tokens shorter.
         room = self._manager.max_req_input_len - 1 - len(recorded.prompt)

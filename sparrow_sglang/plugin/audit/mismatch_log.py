@@ -1,7 +1,4 @@
-"""The mismatch log: sparse and dense log-probs of each audited token, kept on disk as Parquet.
-
-Imports pyarrow only where a function needs it.
-"""
+"""The mismatch log: sparse and dense log-probs of each audited token, kept on disk as Parquet."""
 
 import logging
 import os
@@ -44,12 +41,10 @@ logger = logging.getLogger("sparrow_sglang")
 class MismatchLog:
     """Appends rows to a folder of Parquet files of about FILE_ROWS rows.
 
-    The newest file is written anew with each flush, until it has FILE_ROWS rows. It is replaced at
-    once, so a killed process loses at most the rows since the last `flush`, and nobody reads half a
-    file. The caller that appends must call `flush` when the log `is_due`: at FILE_ROWS rows, or
-    FLUSH_S seconds after the first waiting row. Beyond MAX_BYTES, the oldest files of the folder
-    are deleted. Rows may be appended while another thread flushes; several processes may share a
-    folder.
+    Each flush replaces the newest file, until it has FILE_ROWS rows; a killed process loses the
+    rows since the last one. The caller that appends must call `flush` when the log `is_due`. Beyond
+    MAX_BYTES, the oldest files of the folder are deleted. Rows may be appended while another thread
+    flushes; several processes may share a folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,7 +65,7 @@ class MismatchLog:
         self._waiting.append(rows)
 
     def is_due(self) -> bool:
-        """Whether enough rows wait for a file, or the first of them has waited long enough."""
+        """Whether FILE_ROWS rows wait, or the first of them has waited for FLUSH_S."""
         rows = sum(map(len, self._waiting))
         return rows >= FILE_ROWS or (rows > 0 and time.monotonic() - self._since >= FLUSH_S)
 
@@ -116,21 +111,16 @@ class MismatchLog:
 
 
 def read_mismatch_log(path: str | os.PathLike[str]) -> "pyarrow.Table":
-    """Read all rows of a log folder, oldest file first, or of one of its files.
+    """All rows of a log folder, oldest file first, or of one of its files; see `TOKEN_ROW`.
 
-    Columns: request_id (string), position, token_id, kv_budget_tokens (int32), sparse_logprob,
-    dense_logprob, alpha_lower, alpha_upper (float32); `TOKEN_ROW` says what they mean. Damaged
-    files are left out, with a warning in the log. Raises `FileNotFoundError` if `path` does not
-    exist.
+    Damaged files are left out, with a warning. Raises `FileNotFoundError`.
     """
     import pyarrow
     import pyarrow.parquet
 
     place = Path(path)
     if not place.exists():
-        raise FileNotFoundError(
-            f"mismatch log {place}: no such file or folder; expected what --sparrow-audit-log names"
-        )
+        raise FileNotFoundError(f"mismatch log {place}: expected the folder of --sparrow-audit-log")
     tables = [_schema().empty_table()]
     for file in _files(place) if place.is_dir() else [place]:
         try:

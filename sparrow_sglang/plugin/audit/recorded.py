@@ -38,9 +38,7 @@ class RecordedRequest:
     """An audited request, running or finished, and what the sampler saw of its response.
 
     For T response tokens `top_ids` and `top_logprobs` hold T * `top_k` entries, most likely first.
-    All log-probs are at temperature 1, whatever `temperature` the tokens are sampled at. `lost`
-    means that the request will not be scored, because the weights or the schedule have changed
-    since it began, or because there was no room for it.
+    All log-probs are at temperature 1. A `lost` request will not be scored.
     """
 
     request_id: str
@@ -58,7 +56,7 @@ class RecordedRequest:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the prompt and of the response so far; 0 after `lose`."""
+        """Tokens of prompt and response; 0 after `lose`."""
         return len(self.prompt) + len(self.tokens)
 
     def record(self, answers: "BatchStrOutput", index: int) -> None:
@@ -97,8 +95,7 @@ class RecordedRequest:
 class AuditQueue:
     """Requests that are being recorded, and recorded ones that wait for their score.
 
-    Requests that do not fit into MAX_REQUESTS or MAX_TOKENS count as dropped in `outcomes`, as do
-    those that are cleared.
+    Requests that do not fit, or are cleared, count as dropped in `outcomes`.
     """
 
     def __init__(self, outcomes: Counter[str]) -> None:
@@ -109,7 +106,6 @@ class AuditQueue:
 
     @property
     def first(self) -> RecordedRequest | None:
-        """The request that is to be scored next."""
         return self._waiting[0] if self._waiting else None
 
     def start(self, request: RecordedRequest) -> bool:
@@ -123,10 +119,7 @@ class AuditQueue:
         return True
 
     def record(self, request_id: str, answers: "BatchStrOutput", index: int) -> None:
-        """Record one answer of a request, and leave in it what the user asked for.
-
-        Does nothing for a request that is not recorded.
-        """
+        """Record one answer of a recorded request; leave in it what the user requested."""
         request = self._recording.get(request_id)
         if request is None:
             return
@@ -213,12 +206,9 @@ def skip_reason(
 
 
 def ask_for_logprobs(request: "TokenizedGenerateReqInput", top_k: int) -> None:
-    """Have the scheduler return the sampled tokens' log-probs and top-k lists.
-
-    SGLang ignores the other log-prob fields while `return_logprob` is off, so reset them before
-    turning it on: log-probs of the prompt would cost a forward pass over its cached prefix.
-    """
+    """Have the scheduler return the sampled tokens' log-probs and top-k lists."""
     if not request.return_logprob:
+        # Ignored until now: log-probs of the prompt would cost a pass over its cached prefix.
         request.top_logprobs_num = 0
         request.logprob_start_len = -1
         request.token_ids_logprob = None

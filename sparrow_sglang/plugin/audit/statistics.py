@@ -78,7 +78,7 @@ class AuditReport:
         self._changed |= set(bins.tolist()) - {NOT_COUNTED}
 
     def publish(self) -> None:
-        """Update the gauges of requests and of bins with new tokens; warn of low tails."""
+        """Update the gauges; warn of low tails."""
         for index in sorted(self._changed):
             for bound, statistics in self._bounds.items():
                 tail = statistics.bin(index)
@@ -92,10 +92,7 @@ class AuditReport:
             self._set("sparrow:audit_requests", count, outcome=outcome)
 
     def publish_load(self, running: Iterable[tuple[int, RequestOption | None]]) -> None:
-        """Publish KV tokens cached and read, for running requests of these lengths in tokens.
-
-        Each comes with what it asked for, None for the active schedule.
-        """
+        """Publish KV tokens cached and read by requests: lengths, and options (None: default)."""
         if not self._gauges:
             return
         alike: dict[tuple[int, int | None], tuple[RequestOption, list[int]]] = {}
@@ -110,10 +107,9 @@ class AuditReport:
     def _look(self, index: int) -> None:
         """Warn of a bin if even the upper end of its tail's interval lies below the target.
 
-        By the upper bound, as only it proves a tail too low; the lower one may be loose. Whoever
-        looks after every request at a tail that equals the target will see it fall below by chance
-        at some time. So look again only after the tokens have doubled, and spend FALSE_WARNINGS on
-        all looks together: one part in k (k + 1) on the k-th.
+        By the upper bound, as only it proves a tail too low. Repeated looks at a tail that equals
+        the target would see it fall below by chance, so look again only after the tokens have
+        doubled, and spend FALSE_WARNINGS on all looks together: one part in k (k + 1) on the k-th.
         """
         target, statistics = self.schedule.tail_target, self._bounds["upper"]
         tokens = statistics.tokens()[index]
@@ -153,10 +149,8 @@ def _prometheus_gauges() -> dict[str, Any]:
     """Create the gauges once per process, as Prometheus lets a name be registered only once.
 
     Under SGLang the values lie in files, where labels cannot be removed, so NaN marks those of
-    another schedule, which are left out when the files are read.
-
-    The import is here because prometheus_client looks for its folder of shared values when it is
-    imported, and SGLang sets that folder only while it starts.
+    another schedule, which are left out when the files are read. prometheus_client looks for the
+    folder of these files when it is imported, and SGLang sets it only while it starts.
     """
     from prometheus_client import Gauge
     from prometheus_client.multiprocess import MultiProcessCollector

@@ -62,10 +62,8 @@ def top_logprobs_of_some(
     """AROUND hook: search and copy only the rows [V] of `logprobs` [B, V] that want a top-k list.
 
     SGLang sorts every row if one of them wants a list, and then copies two tensors per row to the
-    host; for one audited request among 256 that takes longer than the audit itself. The other rows
-    get empty arrays, as the scheduler calls `tolist()` on them.
-
-    Audited rows at a temperature T other than 1 get one entry more, see `add_normaliser`.
+    host; for one audited request among 256 that takes longer than the audit itself. Audited rows at
+    a temperature other than 1 get one entry more, see `add_normaliser`.
     """
     state = PROCESS.scheduler
     asking = [row for row, k in enumerate(top_logprobs_nums) if k > 0]
@@ -93,6 +91,7 @@ def _lists_of(
         [top_logprobs_nums[row] for row in asking],
         no_copy_to_cpu=True,
     )
+    # The scheduler calls `tolist()` on the entries.
     nothing: list[Any] = [np.empty(0)] * len(top_logprobs_nums)
     all_values, all_ids = nothing, list(nothing)
     for place, row in enumerate(asking):
