@@ -241,14 +241,14 @@ def read_run(folder: Path) -> Run:
     with _reading(folder / RUN_FILE):
         starts = read_starts(folder / RUN_FILE)
     with _reading(folder / METRICS_FILE):
-        rows = sorted(_json_lines(folder / METRICS_FILE), key=lambda row: int(row["step"]))
+        rows = sorted(json_lines(folder / METRICS_FILE), key=lambda row: int(row["step"]))
     run = Run(folder, rows, starts)
     if not run.steps:
         raise ReportError(f"{folder / METRICS_FILE}: holds no training step yet")
     return run
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file. A last row that a killed run cut is left out."""
     lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -451,7 +451,7 @@ def _section_of_run(folder: Path) -> Section:
             section.settings.append((f"Versions from step {start['step']} on", _versions(start)))
         shown_software = software
     with _reading(folder / RESPONSES_FILE):
-        section.samples += _samples(_json_lines(folder / RESPONSES_FILE))
+        section.samples += _samples(json_lines(folder / RESPONSES_FILE))
     return section
 
 
