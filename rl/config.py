@@ -1,8 +1,4 @@
-"""The configuration of a training run: frozen sections, read from TOML, checked once.
-
-Unknown keys and values that are not allowed are refused here, before a model is loaded. Imports
-neither torch nor SGLang.
-"""
+"""The configuration of a training run, read from TOML. Imports neither torch nor SGLang."""
 
 import json
 import textwrap
@@ -63,20 +59,17 @@ class TaskSource(Section):
     """Prompts and their reward, from a task."""
 
     name: str
-    """A registered task, or module:function for a task of your own; "mix" combines several
-    tasks."""
+    """A registered task, "mix" of several, or module:function for one of your own."""
     train_path: TomlPath | None = None
-    """Training prompts, for tasks that read files: a JSONL or Parquet file, or
-    hf:NAME[:CONFIG][@SPLIT], where NAME is a data set of the Hugging Face hub or a folder that
-    `datasets` has saved or can load. Without a split, "train" is read."""
+    """Training prompts: a JSONL or Parquet file, or hf:NAME[:CONFIG][@SPLIT] with a data set of the
+    Hugging Face hub or a folder of `datasets`; the default split is "train"."""
     heldout_path: TomlPath | None = None
-    """Held-out prompts for evaluation, in the same forms; without it the task holds out a part of
-    its data, also in a run without evaluation."""
+    """Held-out prompts, in the same forms; by default the task holds out a part of its data."""
     heldout_sets: dict[Name, TomlPath] = Field(default_factory=dict)
     """Several held-out sets instead, evaluated separately: each name gives eval/NAME/pass_rate."""
     columns: dict[Name, Name] = Field(default_factory=dict)
-    """The column of the data from which each field of the task is read; nested columns are written
-    with dots: for verl's files, answer = "reward_model.ground_truth"."""
+    """Columns of the data by the task's fields, nested ones with dots: for verl's files, answer =
+    "reward_model.ground_truth"."""
     duplicates: Literal["merge", "keep"] = "merge"
     """Rows with the same prompt: "merge" keeps the first, "keep" all of them."""
     max_bad_rows: float = Field(default=0.01, ge=0, le=1)
@@ -87,10 +80,8 @@ class TaskSource(Section):
     @model_validator(mode="after")
     def _one_kind_of_heldout_sets(self) -> Self:
         if self.heldout_sets and self.heldout_path:
-            sets = {name: str(path) for name, path in self.heldout_sets.items()}
             raise ValueError(
-                f"heldout_path={str(self.heldout_path)!r} with heldout_sets={sets}: expected one of"
-                " them"
+                f"heldout_path={str(self.heldout_path)!r} with heldout_sets: expected one of them"
             )
         return self
 
@@ -103,73 +94,57 @@ class TaskConfig(TaskSource):
     reward_workers: PositiveInt = 4
     """Processes that compute rewards."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Wall-clock limit in seconds for one reward, or one batch of rewards; a reward that takes
-    longer is missing: its response is in no loss and no mean."""
+    """Seconds for one call of the reward, after which the response earns the lowest reward of its
+    task so far, at most 0; after a call for a whole group its rewards are missing."""
     rewards_timeout_s: PositiveFloat = 300.0
-    """Wall-clock limit in seconds for all rewards of a step, counted from its last response."""
+    """Seconds for all rewards of a step after its last response; later ones are missing."""
 
 
 class RolloutConfig(Section):
     """What is sampled for one training step."""
 
     prompts_per_step: PositiveInt = 32
-    """Prompts per step, each with one group of samples (slime run-qwen3-4B.sh: 32 prompts x 8
-    samples)."""
+    """Prompts per step, each with one group of samples (slime run-qwen3-4B.sh: 32)."""
     samples_per_prompt: PositiveInt = Field(default=8, ge=2)
-    """Group size (Sparrow's examples, slime, TRL: 8); at least 2, because rewards are compared
-    within a group."""
+    """Group size, within which rewards are compared (Sparrow's examples, slime, TRL: 8)."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are left out of the data."""
     max_new_tokens: PositiveInt = 4096
     """Response length at which sampling stops."""
     truncated: Literal["keep", "mask", "penalty"] = "keep"
-    """Responses that were cut off at `max_new_tokens`: "keep" trains on them with the reward that
-    the task gives, "mask" leaves their tokens out of the loss (DAPO), "penalty" gives them the
-    lowest reward of their group, or 0 if that is lower."""
+    """Responses cut off at `max_new_tokens`: "keep" trains on them as rewarded, "mask" leaves them
+    out of the loss (DAPO), "penalty" gives the lowest reward of the group, at most 0."""
     overlong_tokens: NonNegativeInt = 0
-    """Length of the range before `max_new_tokens` in which a response loses reward, linearly up to
-    `overlong_penalty` at the limit; 0 for no such penalty (DAPO's soft overlong punishment: 4096 of
-    20480; verl overlong_buffer.len)."""
+    """Range before `max_new_tokens` in which reward falls linearly, by `overlong_penalty` at the
+    limit; 0 for none (DAPO: 4096 of 20480; verl overlong_buffer.len)."""
     overlong_penalty: PositiveFloat = 1.0
-    """Reward lost by a response of `max_new_tokens` tokens, if `overlong_tokens` is above 0 (DAPO:
-    1)."""
+    """Reward lost by a response of `max_new_tokens` tokens, with `overlong_tokens` (DAPO: 1)."""
     dynamic_sampling: PositiveInt = 1
-    """Above 1, groups whose samples all earned the same reward are replaced by groups of further
-    prompts, up to this many times `prompts_per_step` groups in all (DAPO; verl max_num_gen_batches:
-    10); 1 replaces none."""
+    """Groups of equal rewards are replaced by groups of further prompts, up to this many times
+    `prompts_per_step` groups in all; 1 replaces none (DAPO; verl max_num_gen_batches: 10)."""
     oversubscribe: float = Field(default=1.0, ge=1, le=2)
-    """Groups that are sampled at the same time, in multiples of `prompts_per_step`. Above 1, a step
-    ends its rollout once `prompts_per_step` of them are finished, and the next step continues the
-    unfinished ones (partial rollouts: Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521; slime
-    --partial-rollout)."""
+    """Groups sampled at the same time, in multiples of `prompts_per_step`. Above 1, a step takes
+    the first `prompts_per_step` finished, and the next one continues the others (partial rollouts:
+    Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521; slime --partial-rollout)."""
     max_staleness: PositiveInt = 4
-    """Partial rollouts: the largest age, in training steps, of the weights that a trained token was
-    sampled with. A step waits for groups that would exceed it in the next step (AReaL's guide:
-    max_head_offpolicyness 4)."""
+    """Partial rollouts: largest age in steps of the weights of a trained token; a step waits for
+    groups that would exceed it in the next (AReaL's guide: max_head_offpolicyness 4)."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Sampling temperature of rollouts (slime, verl, Sparrow: 1). SGLang records log-probs at this
-    temperature; the policy's log-probs, the acceptance rates and DistillSparse are computed at the
-    same temperature."""
+    """Sampling temperature (slime, verl, Sparrow: 1), also of log-probs and acceptance rates."""
     timeout_s: PositiveFloat = 7200.0
-    """Seconds without a finished response after which an engine counts as dead: more than the
-    longest response takes."""
+    """Seconds without a finished response after which an engine counts as dead."""
 
     @model_validator(mode="after")
-    def _one_order_of_groups(self) -> Self:
+    def _fields_fit(self) -> Self:
         if self.oversubscribe > 1 and self.dynamic_sampling > 1:
             raise ValueError(
                 f"oversubscribe={self.oversubscribe:g} with dynamic_sampling="
-                f"{self.dynamic_sampling}: one takes the groups that are finished first, the other"
-                " those that come first in the data; expected 1 for one of them"
+                f"{self.dynamic_sampling}: expected 1 for one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _overlong_range_fits(self) -> Self:
         if self.overlong_tokens > self.max_new_tokens:
             raise ValueError(
-                f"overlong_tokens={self.overlong_tokens} with max_new_tokens="
-                f"{self.max_new_tokens}: expected at most as many"
+                f"overlong_tokens={self.overlong_tokens}: expected at most max_new_tokens="
+                f"{self.max_new_tokens}"
             )
         return self
 
@@ -180,19 +155,17 @@ class EvaluationConfig(Section):
     every_steps: NonNegativeInt = 10
     """Steps between evaluations, the first of which is before training; 0 for none."""
     prompts: NonNegativeInt = 128
-    """Number of held-out prompts, the first ones of each set of the task; 0 for all."""
+    """Held-out prompts of each set, the first ones; 0 for all."""
     samples_per_prompt: PositiveInt = 1
     """Responses per prompt, over which the reward is averaged."""
     pass_at: TomlArray[tuple[PositiveInt, ...]] = ()
-    """Each k gives eval/pass@k, the probability that at least one of k responses to a prompt
-    passes, estimated without bias from `samples_per_prompt` responses (arXiv:2107.03374)."""
+    """Each k gives eval/pass@k, the probability that one of k responses passes, unbiased."""
     pass_reward: float = 1.0
     """Smallest reward with which a response passes in eval/pass@k."""
     max_new_tokens: PositiveInt | None = None
     """Length limit of responses; without it, the limit of [rollout] applies."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; 0 is greedy. Any value is allowed, because nothing is learnt from these
-    samples."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of the likeliest tokens that are sampled from; 1 for all tokens."""
     top_k: int = Field(default=-1, ge=-1)
@@ -211,7 +184,7 @@ class EvaluationConfig(Section):
         if most > self.samples_per_prompt:
             raise ValueError(
                 f"pass_at={list(self.pass_at)} with samples_per_prompt={self.samples_per_prompt}:"
-                f" expected at least {most} samples, as pass@{most} is of as many responses"
+                f" expected at least {most} samples"
             )
         return self
 
@@ -226,16 +199,14 @@ class AlgorithmConfig(Section):
     model_config = ConfigDict(allow_inf_nan=True)
 
     std_normalisation: bool = True
-    """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL). False keeps
-    the mean only (prime-rl)."""
+    """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL)."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """How the losses of tokens are combined. "token_mean": their mean over all tokens (DAPO).
-    "sequence_mean": the mean over each response's tokens, then over responses (GRPO,
-    arXiv:2402.03300)."""
+    """"token_mean": mean loss over all tokens (DAPO); "sequence_mean": over each response's tokens,
+    then over responses (GRPO, arXiv:2402.03300)."""
     correction: Literal["none", "tis", "mask", "sequence"] = "tis"
-    """How the loss corrects for tokens having been sampled by the sparse actor and not by the
-    policy: "none"; "tis", truncated importance ratios of tokens; "mask", leaving out tokens whose
-    ratio is too low or too high; "sequence", the geometric mean of a response's ratios."""
+    """How the loss corrects for the sparse actor: "none"; "tis", truncated importance ratios of
+    tokens; "mask", leaving out tokens of too low or too high a ratio; "sequence", the geometric
+    mean of a response's ratios."""
     tis_cap: PositiveFloat = 2.0
     """Upper end of a token's importance ratio under "tis" (slime, verl, SkyRL: 2.0; TRL: 3.0)."""
     mask_low: float = Field(default=0.5, ge=0, lt=1)
@@ -243,12 +214,10 @@ class AlgorithmConfig(Section):
     mask_high: float = Field(default=5.0, gt=1)
     """Under "mask", tokens with a ratio above this do not count (verl's IcePop preset: 5.0)."""
     sequence_cap: PositiveFloat = 2.0
-    """Upper end of a response's geometric mean of ratios under "sequence" (slime mis_upper_bound,
-    of all its levels: 2.0)."""
+    """Cap of a response's mean ratio under "sequence" (slime mis_upper_bound: 2.0)."""
     sequence_veto: float = Field(default=1e-4, ge=0, lt=1)
-    """Under "sequence", a response does not count if one of its tokens has a ratio below this; 0
-    for no veto (slime mis_veto_threshold: 1e-4; verl rollout_token_veto_threshold: 1e-4 to
-    1e-6)."""
+    """Under "sequence", a response with a token of a lower ratio does not count; 0 for no veto
+    (slime mis_veto_threshold: 1e-4; verl rollout_token_veto_threshold: 1e-4 to 1e-6)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Policy ratios below 1 - clip_low are clipped (Sparrow, slime, DAPO: 0.2)."""
     clip_high: float = Field(default=0.28, gt=0)
@@ -256,12 +225,10 @@ class AlgorithmConfig(Section):
     dual_clip: float = Field(default=3.0, gt=1)
     """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
     kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the KL divergence from the reference policy, which is the model at `model.path`
-    (GRPO: 0.04; DAPO and Dr. GRPO: none); 0 for none. The reference policy's weights are kept in
-    CPU memory, and each step scores the responses with them."""
+    """Weight of the KL divergence from the model at `model.path` (GRPO: 0.04; DAPO, Dr. GRPO: 0),
+    whose weights are then kept in CPU memory."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per rollout batch. With 1, the policy ratio is 1, clipping has no effect, and
-    dense log-probs come from the update's own forward pass."""
+    """Optimizer steps per rollout batch. With 1, clipping has no effect."""
 
 
 class OptimizerConfig(Section):
@@ -271,11 +238,9 @@ class OptimizerConfig(Section):
     """Learning rate (slime and Sparrow's mathematics run: 1e-6; Sparrow's code run: 5e-7; models
     around 0.6B tolerate 3e-6, prime-rl)."""
     warmup_steps: NonNegativeInt = 0
-    """Training steps in which the learning rate rises linearly; it reaches `lr` in the last of
-    them."""
+    """Steps in which the learning rate rises linearly, up to `lr` in the last of them."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, to `final_lr_share` of `lr` at the end of
-    `steps`; "constant" keeps it."""
+    """Fall of the learning rate after the warm-up, to `final_lr_share` of `lr` in the end."""
     final_lr_share: float = Field(default=0.0, ge=0, le=1)
     """Share of `lr` that is left at the end of a decay (verl min_lr_ratio: 0)."""
     betas: TomlArray[tuple[_Decay, _Decay]] = (0.9, 0.98)
@@ -285,17 +250,15 @@ class OptimizerConfig(Section):
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it."""
     offload: bool = False
-    """Keep moments, fp32 weights and the sum of gradients in CPU memory, and take the optimizer
-    step there: this saves 16 bytes per weight on the GPU (verl: param_offload, optimizer_offload).
-    Every micro-batch then copies its gradients to the CPU."""
+    """Keep moments, fp32 weights and gradient sums in CPU memory, and step there: saves 16 bytes
+    per weight on the GPU (verl: param_offload, optimizer_offload)."""
 
 
 class MismatchConfig(Section):
     """Exact acceptance rates, from the trainer's own dense and sparse distributions."""
 
     sequences: NonNegativeInt = 8
-    """Responses per step that are measured, spread evenly over the batch; 0 for none. Each costs
-    two forward passes."""
+    """Responses measured per step, spread evenly; 0 for none. Each takes two forward passes."""
 
 
 class DistillConfig(Section):
@@ -313,21 +276,18 @@ class DistillConfig(Section):
     )
     """Names of the projections in each layer that get an adapter."""
     lr: PositiveFloat = 2e-4
-    """Learning rate of the adapter's own AdamW (on the demo model 1e-3 raised tails no further, and
-    left a worse policy)."""
+    """Learning rate of the adapter (1e-3 left the demo model a worse policy)."""
     sequences: PositiveInt = 32
     """Responses per step to learn from, spread evenly over the batch."""
     top_k: PositiveInt = 20
-    """Likeliest tokens of each side in KL(sparse || dense), which adds up all others in one bucket
-    (the public release keeps 20)."""
+    """Likeliest tokens of each side in KL(sparse || dense); others form one bucket."""
     entropy: float = Field(default=5.0, ge=0)
-    """Weight of the squared difference, in nats, between the mean entropies of the sparse actor and
-    the dense policy, which is added to the KL (the paper has no such term). The KL alone lets
-    rollouts become sharper than the policy, which then meets fewer of its own mistakes: with 0,
+    """Weight of the squared gap in nats between the mean entropies of sparse actor and dense
+    policy, added to the KL (not in the paper). With 0, rollouts become sharper than the policy, and
     policies of the demo model ended lower than without an adapter."""
     delivery: Literal["merged", "lora"] = "merged"
-    """How rollouts get the adapter: "merged" adds it to the weights that are synced, which costs
-    decode nothing; "lora" loads it as unmerged LoRA through SGLang's LoRA manager."""
+    """"merged" adds the adapter to the weights that are synced, which costs decode nothing; "lora"
+    loads it as unmerged LoRA through SGLang's LoRA manager."""
 
 
 DENSE = "dense"
@@ -348,10 +308,8 @@ class ModelConfig(Section):
     path: str = "smollm2-135m"
     """Folder or hub name of a transformers checkpoint, or "smollm2-135m", the embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the model's weights. The optimizer updates fp32 weights in either case: the weights
-    themselves, or with "bfloat16" an fp32 copy in its state. Gradients of micro-batches are added
-    up in fp32. On a GPU both dtypes compute in bf16, and the engine and the exported checkpoints
-    are then in bf16."""
+    """Dtype of the weights; the optimizer keeps an fp32 copy of "bfloat16". Gradients add up in
+    fp32. On a GPU both compute, serve and export in bf16."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
     micro_batch_tokens: PositiveInt = 16384
@@ -362,8 +320,7 @@ class EngineConfig(Section):
     """Where responses are sampled."""
 
     schedule: str = "auto"
-    """KV budget schedule: shipped name, path to a .json file, fixed-<tokens>, "auto" for the
-    model's own, or "dense" for rollouts without sparsity."""
+    """Shipped schedule, path of a .json, fixed-<tokens>, "auto" for the model's, or "dense"."""
     lossless: bool = False
     """Sample from the policy itself: sparse steps draft, one dense pass verifies. "auto" is then a
     schedule for drafts, and `algorithm.correction` is "none" by default."""
@@ -379,14 +336,12 @@ class EngineConfig(Section):
         if self.lossless and self.schedule == DENSE:
             raise ValueError("lossless=true with schedule='dense': expected a schedule of drafts")
         if arguments.get("skip_tokenizer_init"):
-            raise ValueError(
-                "server_args.skip_tokenizer_init=true: rewards are given for texts; expected false"
-            )
+            raise ValueError("server_args.skip_tokenizer_init=true: expected false, for rewards")
         dp_size = arguments.get("dp_size", 1)
         if dp_size != 1 and not arguments.get("enable_dp_attention"):
             raise ValueError(
-                f"server_args.dp_size={dp_size}: SGLang loads a trainer's weights into the first"
-                f" replica only; set cluster.engines = {dp_size} instead"
+                f"server_args.dp_size={dp_size}: weights would reach the first replica only; set"
+                f" cluster.engines = {dp_size} instead"
             )
         return self
 
@@ -402,17 +357,16 @@ class ClusterConfig(Section):
     gpus_per_engine: PositiveInt = 1
     """GPUs of an engine, all of one host, among which it is split by tensor parallelism."""
     colocate: bool = False
-    """Engines share the trainers' GPUs, and sleep during the update. Otherwise they have GPUs of
-    their own, and get the weights by a broadcast."""
+    """Engines share the trainers' GPUs, and sleep during updates."""
     max_restarts: NonNegativeInt = 3
-    """How often a run starts again from the newest checkpoint after the death of a trainer worker
-    or engine, without a new checkpoint in between, before it ends with the reason."""
+    """Restarts from the newest checkpoint after the death of a trainer worker or engine, without a
+    new checkpoint in between, before the run ends."""
     collective_timeout_s: PositiveFloat = 1800.0
     """Seconds that a trainer worker waits for the others before it gives them up."""
 
     @property
     def gpus(self) -> int:
-        """GPUs of the run."""
+
         return self.trainers + (0 if self.colocate else self.engines * self.gpus_per_engine)
 
     @model_validator(mode="after")
@@ -432,15 +386,14 @@ class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 10
     """Steps between checkpoints; 0 writes a checkpoint only at the end."""
     keep: PositiveInt = 2
-    """Number of checkpoints kept, the newest ones; that of the best evaluation is kept as well."""
+    """Newest checkpoints that are kept, besides that of the best evaluation."""
 
 
 class LoggingConfig(Section):
     """What is logged besides metrics.jsonl."""
 
     response_groups: NonNegativeInt = 2
-    """Groups per step whose responses go to responses.jsonl, spread evenly over the step; 0 for
-    none."""
+    """Groups per step in responses.jsonl, spread evenly; 0 for none."""
     tensorboard: bool = True
     """Write TensorBoard event files to the run's folder."""
 
@@ -468,76 +421,55 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
+    def _sections_fit(self) -> Self:
         prompts, parts = self.rollout.prompts_per_step, self.algorithm.mini_batches
         if prompts % parts:
             raise ValueError(
-                f"algorithm.mini_batches={parts} does not divide rollout.prompts_per_step="
-                f"{prompts}: expected a divisor, so that every optimizer step sees as many groups"
+                f"algorithm.mini_batches={parts}: expected a divisor of rollout.prompts_per_step="
+                f"{prompts}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_are_split_by_cluster(self) -> Self:
         sizes = {"tp_size": self.cluster.gpus_per_engine, "pp_size": 1} if self.cluster else {}
         for name, expected in sizes.items():
             if (size := self.engine.server_args.get(name, expected)) != expected:
                 raise ValueError(
-                    f"engine.server_args.{name}={size} with [cluster]: expected {expected}, as an"
-                    " engine is split by tensor parallelism among cluster.gpus_per_engine GPUs"
+                    f"engine.server_args.{name}={size} with [cluster]: expected {expected}"
                 )
+        if self.distill.enabled:
+            for conflict, present in {
+                "engine.lossless=true": self.engine.lossless,
+                "engine.schedule='dense'": self.engine.schedule == DENSE,
+                # Tails of measured responses choose the adapter's scale.
+                "mismatch.sequences=0": self.mismatch.sequences == 0,
+            }.items():
+                if present:
+                    raise ValueError(f"distill.enabled=true with {conflict}: expected only one")
         return self
 
     @model_validator(mode="after")
     def _lossless_rollouts_need_no_correction(self) -> Self:
-        if not self.engine.lossless:
-            return self
-        if self.distill.enabled:
-            raise ValueError(
-                "distill.enabled=true with engine.lossless=true: rollouts are the policy's own, and"
-                " drafts carry no adapter; expected false"
-            )
         # Responses that are continued after an update are partly of older weights.
-        of_one_policy = self.rollout.oversubscribe == 1
+        of_one_policy = self.engine.lossless and self.rollout.oversubscribe == 1
         if of_one_policy and "correction" not in self.algorithm.model_fields_set:
             algorithm = self.algorithm.model_copy(update={"correction": "none"})
             object.__setattr__(self, "algorithm", algorithm)
         return self
 
-    @model_validator(mode="after")
-    def _tails_are_measured(self) -> Self:
-        schedule, measured = self.engine.schedule, self.mismatch.sequences
-        if self.distill.enabled and schedule == DENSE:
-            raise ValueError(
-                "distill.enabled=true with engine.schedule='dense': a dense actor is the policy"
-                " already; expected a sparse schedule, or false"
-            )
-        if self.distill.enabled and not measured:
-            raise ValueError(
-                "distill.enabled=true with mismatch.sequences=0: tails of measured responses say"
-                " how much of the adapter rollouts get; expected mismatch.sequences of 1 or more"
-            )
-        return self
-
     @property
     def evaluation_tokens(self) -> int:
-        """Length limit of responses in evaluation."""
         return self.evaluation.max_new_tokens or self.rollout.max_new_tokens
 
     @classmethod
     def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Self:
         """The configuration in a TOML file, overridden by `settings`, KEY=VALUE each.
 
-        Raises:
-            InputError: the file cannot be read, is no TOML, or holds an unknown key or a value
-                that is not allowed; one line names file, key, value and what is allowed.
+        Raises `InputError` on a file that cannot be read, unknown keys and invalid values.
         """
         values = with_overrides(read_toml(path), settings)
         return cls.parse(values, " ".join([str(path), *(f"--set {text}" for text in settings)]))
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "config") -> Self:
-        """The configuration in a mapping; raises `InputError` as `load` does."""
+        """Raises `InputError` as `load` does."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -545,20 +477,14 @@ class TrainConfig(Section):
 
 
 def with_overrides(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """`values` overridden by each KEY=VALUE of `settings`; of several for one key the last holds.
-
-    A value is read as TOML, and taken as it is if it is none. Raises `InputError` on a setting that
-    is not KEY=VALUE.
-    """
+    """`values` overridden by each KEY=VALUE of `settings`, whose values are TOML or plain text.
+    Raises `InputError` on any other form."""
     result = deepcopy(dict(values))
     for setting in settings:
         key, equals, text = setting.partition("=")
         *sections, name = key.strip().split(".")
         if not equals or not all((*sections, name)):
-            raise InputError(
-                f"--set {setting!r}: expected KEY=VALUE, the key with its section, such as"
-                " optimizer.lr=3e-6"
-            )
+            raise InputError(f"--set {setting!r}: expected KEY=VALUE, such as optimizer.lr=3e-6")
         table = result
         for section in sections:
             if not isinstance(table.get(section), dict):

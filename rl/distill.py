@@ -298,10 +298,7 @@ def entropies(logprobs: torch.Tensor) -> torch.Tensor:
 def summed(
     sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float, k: int
 ) -> torch.Tensor:
-    """Sums [2] over rows: of `top_k_kl`, and of the sparse entropy less the dense one.
-
-    The backward pass recomputes the logits of a chunk of rows.
-    """
+    """Sums [2] over rows: of `top_k_kl`, and of the sparse entropy less the dense one."""
 
     def part(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         sparse, dense = (
@@ -346,8 +343,8 @@ def choose_scale(
 
 
 def gains(current: float, measured: Sequence[Acceptance]) -> Gains:
-    """What each of `SCALES`, measured on the same tokens, gains over `current`: the share of tokens
-    lifted above their bin's tail percentile at the current scale."""
+    """What each of `SCALES`, measured on the same tokens, gains over `current`: the number of
+    tokens lifted above their bin's tail percentile at the current scale."""
     now = measured[SCALES.index(current)]
     tails = np.full(len(now.bins), np.nan)
     for index in np.unique(now.bins[now.counted]).tolist():

@@ -73,9 +73,9 @@ def mismatch_metrics(
 
 
 def entropy_metrics(rollout: torch.Tensor, entropies: torch.Tensor) -> dict[str, float]:
-    """Mean of `dense` [N] in nats, and how much the sparse actor's mean entropy is above it. The
-    mean of -log p_rollout [N] estimates that without bias. Below 0, rollouts are sharper than the
-    policy, which then meets fewer of its own mistakes."""
+    """Mean of `entropies` [N] in nats, and how much the sparse actor's mean entropy is above it,
+    which the mean of -log p_rollout [N] estimates without bias. Below 0, rollouts are sharper than
+    the policy, which then meets fewer of its own mistakes."""
     policy = float(entropies.double().mean())
     gap = -float(rollout.double().mean()) - policy
     return {"actor/entropy": policy, "sparrow/entropy_gap": gap}
