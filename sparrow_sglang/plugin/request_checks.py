@@ -250,7 +250,7 @@ def _require_range(name: str, value: Any, hint: Any, ranges: Mapping[str, _Range
     least, most, what = ranges.get(name) or (_FLOAT32 if float in kinds else _INT32)
     keys = list(value) if isinstance(value, Mapping) else None
     values = value.values() if isinstance(value, Mapping) else value
-    numbers = np.asarray(list(values) if keys or isinstance(value, set) else values)
+    numbers = np.asarray(list(values) if isinstance(value, (Mapping, set)) else values)
     wrong = np.argwhere(~((numbers >= least) & (numbers <= most)))
     if len(wrong):
         place = "".join(f"[{index if keys is None else repr(keys[index])}]" for index in wrong[0])

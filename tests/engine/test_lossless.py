@@ -132,6 +132,13 @@ def test_an_answer_ends_with_the_context(lossless: Any, stock: Any) -> None:
     assert got["output_ids"] == expected["output_ids"]
 
 
+def test_an_empty_bias_is_none(lossless: Any) -> None:
+    fields = {"input_ids": random_prompt(17, 20)}
+    without = lossless.generate(**fields, sampling_params=greedy(4))
+    empty = lossless.generate(**fields, sampling_params=greedy(4, logit_bias={}))
+    assert empty["output_ids"] == without["output_ids"]
+
+
 def test_a_stream_has_the_same_tokens(lossless: Any) -> None:
     fields = {"input_ids": random_prompt(16, 90), "sampling_params": greedy(30)}
     *_, last = lossless.generate(**fields, stream=True)

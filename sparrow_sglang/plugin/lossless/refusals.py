@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import VARIABLE as RECORDED
 from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.sglang_install import LOCKED, installed_version
@@ -123,10 +124,11 @@ def require_lossless(request: "TokenizedGenerateReqInput", option: RequestOption
     for part, fields in ((request.sampling_params, _SAMPLING), (request, _REQUEST)):
         for name, neutral, why in fields:
             value = getattr(part, name, None)
-            if value is not None and value != neutral:
+            if value is not None and value not in (neutral, {}):
                 default = ""
                 if name.endswith("_penalty"):
                     default = "; --sampling-defaults openai ignores generation_config.json"
                 raise RequestError(
-                    f"{name}={value!r} with lossless decoding: {why}; expected {neutral!r}{default}"
+                    f"{name}={quoted(value)} with lossless decoding: {why};"
+                    f" expected {neutral!r}{default}"
                 )
