@@ -139,7 +139,7 @@ class RequestOption:
 
     def _budget(self, cached: int, read: int) -> tuple[int | None, str | None]:
         """The budget of a step over `cached` tokens, and why `read` differs from it."""
-        if self.schedule is None or self.schedule.is_dense:
+        if self.schedule is None or (self.schedule.is_dense and self.kv_budget_tokens is None):
             return None, None
         budget = self.schedule.kv_budget_tokens(cached)
         if self.kv_budget_tokens is not None:

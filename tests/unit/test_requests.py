@@ -32,6 +32,7 @@ def steps_read(schedule: BudgetSchedule, cap: int | None, lengths: range) -> lis
         (OTHER, None),
         (GROWING, 64),
         (GROWING, 4096),
+        (GROWING.as_dense(), 64),
     ],
 )
 def test_means_and_last_step(schedule, cap):
