@@ -89,6 +89,8 @@ class _Sampled:
         """Zero-advantage groups only fill up the step."""
         zero = self._zero_advantage()
         useful = [position for position in sorted(self._groups) if position not in zero]
+        # Groups without any reward last: a step needs some for its statistics.
+        zero.sort(key=lambda position: not known_rewards(self._rewards[position]).size)
         chosen = sorted([*useful, *zero][: self._count])
         scores = self._scoring.scores([self._numbers[position] for position in chosen])
         metrics, replaced = scores.metrics(), self._started - self._count

@@ -24,6 +24,7 @@ from sparrow_sglang.rl.collect import (
     with_penalties,
 )
 from sparrow_sglang.rl.config import RolloutConfig
+from sparrow_sglang.rl.metrics import rollout_metrics
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Rewards, Segment
@@ -204,6 +205,17 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
     # Groups are in the order of the data, because mini-batches are cut in that order.
     assert names(found) == sorted(names(found), key=allowed.index)
     assert found.tokens == 2 * walked
+
+
+def test_groups_without_rewards_fill_a_step_last() -> None:
+    first = order_of_data()[:2]
+    run = run_of(
+        lambda group: [None, None] if group.prompt.id in first else [0.0, 0.0],
+        prompts_per_step=2,
+        dynamic_sampling=2,
+    )
+    found = collect(run, 0, clock)
+    assert rollout_metrics(found.groups, found.rewards)["critic/score/mean"] == 0.0
 
 
 @given(st.integers(1, 6), st.floats(1.01, 2.0), st.integers(1, 3), st.integers(0, 99))
