@@ -1,7 +1,6 @@
 """Server side of run-time control: switch the schedule, check landmarks, measure rotary pairs.
 
-Calls are coroutines in `ServerState.calls`. Those that `sparrow_sglang.plugin.routes` lists have
-the HTTP route /sparrow/<name>.
+Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some the route /sparrow/<name>.
 """
 
 import sys
@@ -105,11 +104,10 @@ async def schedule(
         return _answer(previous, previous, hf_config)
     if timeout_s is not None:
         require_seconds(timeout_s)
-    # Check before waiting for requests, so that a schedule that does not fit is refused at once.
     new = _schedule(schedule, state.first, hf_config)
     new.require_switch_from(state.first)
     async with idle(manager, "a switch of the schedule", timeout_s):
-        # Another switch may have taken place while this one waited.
+        # Another switch may have preceded.
         previous = state.schedule
         await _switch_all(manager, previous, new)
         state.switch(new)
@@ -118,7 +116,6 @@ async def schedule(
 
 
 def require_seconds(timeout_s: Any) -> None:
-    """Raise `ControlError` unless `timeout_s` is a number of seconds above 0."""
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not (is_number and timeout_s > 0):
         raise ControlError(f"timeout_s={quoted(timeout_s)}: expected seconds, more than 0")
@@ -132,8 +129,7 @@ async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dic
     Returns:
         `pages`, the number of pages whose landmarks are right.
 
-    Raises:
-        ControlError: a landmark is wrong, the message names the first one; or requests still run.
+    Raises `ControlError` on the first wrong landmark, or if requests still run.
     """
     require_seconds(timeout_s)
     async with drained(manager, "a check of landmarks", timeout_s):
@@ -144,12 +140,8 @@ async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dic
 async def _switch_all(
     manager: "TokenizerManager", previous: BudgetSchedule, new: BudgetSchedule
 ) -> None:
-    """Have every scheduler hold `new`, or all of them `previous`.
-
-    Raises:
-        ControlError: a scheduler refused, and all hold `previous`.
-        RanksDisagreeError: some could not go back.
-    """
+    """Have every scheduler hold `new`; raises `ControlError` if all hold `previous` instead, and
+    `RanksDisagreeError` if some do."""
     try:
         await call_schedulers(manager, _CALL, _fields(new))
         await _require_agreement(manager, new)
@@ -171,8 +163,8 @@ async def _require_agreement(manager: "TokenizerManager", expected: BudgetSchedu
     if any(answer != _fields(expected) for answer in held.values()):
         ranks = [f"{rank}: {answer['name']}" for rank, answer in sorted(held.items())]
         raise RanksDisagreeError(
-            f"ranks hold different schedules ({'; '.join(ranks)}), expected"
-            f" {expected.name}: set a schedule again, or restart the server"
+            f"ranks hold different schedules ({'; '.join(ranks)}): expected {expected.name}; set a"
+            " schedule again, or restart the server"
         )
 
 
@@ -197,7 +189,7 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 @scheduler_rpc(_CALL)
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    """In a scheduler: load the schedule of the message, if it has one; return the active one."""
+    """Load the schedule of the message, if it has one; return the active one."""
     budgets = require_scheduler_state().budgets
     if fields and (schedule := BudgetSchedule(**fields)) != budgets.schedule:
         _load(scheduler, schedule)
@@ -216,14 +208,12 @@ def _load(scheduler: "Scheduler", schedule: BudgetSchedule) -> None:
 
 
 def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
-    """The schedule that the call gives or names, fitted to the model that is served."""
     if isinstance(schedule, Mapping):
         given = BudgetSchedule(**schedule).for_model(hf_config)
         shipped = given.name in known_schedules()
         if shipped and given != shipped_schedule(given.name).for_model(hf_config):
             raise ScheduleError(
-                f"name={given.name!r}: the shipped schedule of that name has other fields: expected"
-                " another name, or the name alone"
+                f"name={given.name!r}: expected the shipped schedule's fields, or another name"
             )
         return given
     if schedule == DENSE:
@@ -236,9 +226,8 @@ def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSch
         return load_schedule(schedule, first.page_size).for_model(hf_config)
     nearest = nearest_first(str(schedule), known_schedules())[:5]
     raise ScheduleError(
-        f"schedule={quoted(schedule, 60)} is not known to this server: expected the fields of a"
-        f" schedule as a JSON object, {DENSE!r}, fixed-<tokens>, {first.name}, with which the"
-        f" server was started, or a shipped name, such as {', '.join(nearest)}"
+        f"schedule={quoted(schedule, 60)}: expected a schedule's fields, {DENSE!r},"
+        f" fixed-<tokens>, {first.name}, or a shipped name, such as {', '.join(nearest)}"
     )
 
 
@@ -249,8 +238,7 @@ async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None)
         `layers`: rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`;
         empty from the call that starts.
 
-    Raises:
-        ControlError: there is nothing to read, as no measurement was started.
+    Raises `ControlError` if no measurement was started.
     """
     fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
     replicas = [a["layers"] for a in (await call_schedulers(manager, _PAIRS, fields)).values()]
@@ -276,7 +264,7 @@ def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
         return {"layers": {}}
     measured, backend.pair_variances = backend.pair_variances, None
     if measured is None:
-        raise ControlError("rotary pairs are not measured: expected a call with landmark_tokens")
+        raise ControlError("landmark_tokens=None: expected a number first, to start a measurement")
     if req_to_token.is_cuda:
         # The last forward pass may still run, on another stream.
         torch.cuda.synchronize(req_to_token.device)

@@ -1,8 +1,7 @@
 """Guards of SGLang's control calls: what would end the scheduler is answered with what is wrong.
 
 SGLang asserts in the scheduler that it is idle, or that memory has been released, and a failed
-assertion ends it, and with it all requests. Here the launching process looks first. During these
-calls no score of the audit runs.
+assertion ends it, and with it all requests. During these calls no score of the audit runs.
 """
 
 import asyncio
@@ -36,11 +35,7 @@ def _hook(guard: Call) -> Call:
 
 @_hook
 async def without_scores(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """No score of the audit may run during the call.
-
-    A pause that is not an abort keeps the scheduler's requests, so a weight update would wait
-    forever for a score to be answered.
-    """
+    """A pause may keep the scheduler's requests, and a weight update would wait for a score."""
     async with _without_scores(state):
         return await call()
 
@@ -48,10 +43,7 @@ async def without_scores(call: Call, manager: Any, state: ServerState, request: 
 async def flush_cache(
     call: Call, manager: Any, timeout_s: float | None = None, **kwargs: Any
 ) -> Any:
-    """AROUND hook: no score runs meanwhile, and every data-parallel rank must have flushed.
-
-    SGLang answers what the first rank does.
-    """
+    """AROUND hook: SGLang answers what the first rank does, but every rank must have flushed."""
     state = server_state(manager)
     if state is None:
         return await call(manager, timeout_s, **kwargs)
@@ -69,7 +61,7 @@ async def flush_cache(
 
 @_hook
 async def check_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """As `without_scores`; SGLang's check may also overwrite the weights."""
+    """SGLang's check may also overwrite the weights."""
     async with _without_scores(state, new_weights=True):
         answer = await call()
         if request.action.startswith("reset"):
@@ -81,8 +73,7 @@ async def check_weights(call: Call, manager: Any, state: ServerState, request: A
 async def update_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """Answer with a failure where the prefix cache could not be emptied afterwards.
 
-    Older schedulers assert that it could; newer ones answer with a failure, but serve the new
-    weights. So weights may be new after a failure, too.
+    Older schedulers assert that it could; newer ones fail, but serve the new weights.
     """
     async with _without_scores(state, new_weights=True):
         problem = await _update_problem(manager, state, request)
@@ -99,10 +90,7 @@ async def update_weights(call: Call, manager: Any, state: ServerState, request: 
 
 @_hook
 async def begin_weight_update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """No score runs until `end_weight_update`, as weights change in several calls.
-
-    From 0.5.22 on weights are loaded in such a session; older versions have none.
-    """
+    """No score runs until `end_weight_update`, as weights change in several calls."""
     async with AsyncExitStack() as session:
         await session.enter_async_context(_without_scores(state, new_weights=True))
         answer = await call()
@@ -113,7 +101,7 @@ async def begin_weight_update(call: Call, manager: Any, state: ServerState, requ
 
 @_hook
 async def end_weight_update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """End what `begin_weight_update` began; weights may have come past all calls, by RDMA."""
+    """Weights may have arrived past all calls, by RDMA."""
     answer = await call()
     state.has_old_prefixes |= state.has_prefixes
     if answer[0] and state.weight_update is not None:
@@ -124,19 +112,14 @@ async def end_weight_update(call: Call, manager: Any, state: ServerState, reques
 
 @_hook
 async def release_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Release memory once no request uses it; refuse as long as requests run.
-
-    Requests that arrive meanwhile wait. `check_request` refuses requests until the memory is back.
-    """
+    """Refuse as long as requests use the memory; `check_request` refuses them until it is back."""
     tags = _tags(request)
     async with _without_scores(state):
         if not manager.is_pause and await manager.model_update_lock.is_locked():
             raise ControlError("memory was not released: requests are running; let them finish")
         async with drained(manager, "a release of memory") as wait_s:
             if tags & state.released or not await is_idle(manager, wait_s, retracted=True):
-                raise ControlError(
-                    f"requests hold KV, or one of {sorted(tags)} is released already"
-                )
+                raise ControlError(f"tags={sorted(tags)}: released already, or requests hold KV")
             answer = await call()
             state.released |= tags
     return answer
@@ -144,7 +127,6 @@ async def release_memory(call: Call, manager: Any, state: ServerState, request: 
 
 @_hook
 async def resume_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Refuse to resume memory that is not released."""
     tags = _tags(request)
     if missing := sorted(tags - state.released):
         raise ControlError(f"tags={missing}: not released; expected of {sorted(state.released)}")
@@ -185,10 +167,7 @@ async def _update_problem(manager: Any, state: ServerState, request: Any) -> str
         manager.abort_request(abort_all=True)
     async with drained(manager, "a weight update") as wait_s:
         if not await is_idle(manager, wait_s, retracted=True):
-            return (
-                "requests hold KV of the old weights, in the prefix cache too; abort them or let"
-                " them finish, or pass flush_cache=false"
-            )
+            return "requests hold KV of the old weights; abort them, or pass flush_cache=false"
     return None
 
 

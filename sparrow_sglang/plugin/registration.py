@@ -1,8 +1,7 @@
 """Entry point of SGLang's plugins: makes the attention backend `sparrow` known to SGLang.
 
-SGLang calls `register` once in the launching process and once in every scheduler. It logs errors of
-plugins and hooks that it cannot apply, and goes on. So the backend's factory, which every scheduler
-must call, checks for such errors and refuses to start.
+SGLang calls `register` once in the launching process and in every scheduler. It only logs errors of
+plugins and hooks, so the backend's factory checks for such errors and refuses to start.
 """
 
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Register backend, arguments and hooks; called by SGLang, at most once per process."""
+    """Register backend, arguments and hooks."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend(BACKEND)(build_backend)
@@ -70,7 +69,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
 
     Raises:
         RuntimeError: the plugin did not load as a whole.
-        ValueError: this SGLang, model, schedule or these arguments cannot be served.
+        ValueError: something cannot be served.
     """
     refuse(version_problems())
     require_registration()
@@ -80,13 +79,10 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     schedule, source = server_args.resolve_schedule(runner.server_args, model_config.hf_config)
     refuse(device_problems(view, model_config, schedule))
     refuse(runner_problems(runner))
-    place = ranks(runner)
-    if place.tp_rank == place.pp_rank == 0 and not place.dp_rank:
+    rank = ranks(runner)
+    if rank.tp_rank == rank.pp_rank == 0 and not rank.dp_rank:
         if installed_version() not in SUPPORTED:
-            announce(
-                f"SGLang {installed_version()} has not been tested with; all"
-                f" {len(PROCESS.hooks)} hooks fit into it"
-            )
+            announce(f"SGLang {installed_version()} has not been tested, but all hooks fit into it")
         line = describe(schedule, source, model_config.hf_config, describe_lossless(view))
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
@@ -104,7 +100,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
 
 
 def probe_problems(hooks: Sequence[Hook]) -> list[str]:
-    """Functions and attributes of this SGLang that are not as we rely on, a sentence for each."""
+    """Functions and attributes of this SGLang that differ from what we rely on."""
     return [
         f"SGLang {installed_version()}: {problem}; {INSTALL}"
         for problem in (*failing_probes(hooks), *unknown_attributes())
@@ -118,8 +114,7 @@ def require_registration() -> None:
     missing = [hook.target for hook in PROCESS.hooks if not is_applied(hook)]
     if missing or not PROCESS.hooks:
         raise RuntimeError(
-            f"SGLang did not apply these hooks of sparrow-sglang: {missing or 'any'}. Without them"
-            " sparse decode would be wrong; install the SGLang that it was made for"
+            f"SGLang did not apply these hooks of sparrow-sglang: {missing or 'any'}; {INSTALL}"
         )
 
 

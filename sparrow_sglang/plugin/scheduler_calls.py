@@ -29,18 +29,15 @@ _answers: dict[str, Answer] = {}
 
 
 class ControlError(InputError):
-    """The server cannot do what it was asked for; the message says why."""
+    """The server cannot do what was requested."""
 
 
 class RanksDisagreeError(ControlError):
-    """Ranks of the server are in different states; the message says which, and the remedy."""
+    """Ranks of the server are in different states."""
 
 
 def scheduler_rpc(call: str) -> Callable[[Answer], Answer]:
-    """Have the decorated function answer `call` in every scheduler.
-
-    The function gets the scheduler and the call's fields; if it raises, the call is refused.
-    """
+    """Have the decorated function answer `call` in every scheduler, or refuse it by raising."""
 
     def register(answer: Answer) -> Answer:
         _answers[_PREFIX + call] = answer
@@ -52,15 +49,9 @@ def scheduler_rpc(call: str) -> Callable[[Answer], Answer]:
 async def call_schedulers(
     manager: "TokenizerManager", call: str, fields: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Make every scheduler answer `call`.
+    """The answer of each data-parallel rank to `call`, by `rank_name`.
 
-    Returns:
-        The answer of each data-parallel rank under its name, see `rank_name`; the tensor-parallel
-        ranks of each have given the same.
-
-    Raises:
-        ControlError: some schedulers refused, for the reasons that the message gives. The others
-            may have done what they were asked for.
+    Raises `ControlError` if some schedulers refused; the others may have done what was requested.
     """
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
@@ -79,8 +70,7 @@ async def is_idle(
 ) -> bool:
     """Whether no scheduler has a request left, after waiting at most `wait_s`.
 
-    A request is left until the scheduler is done with the step that ended it. With `retracted`,
-    requests may be left that a pause has retracted, which hold no KV.
+    With `retracted`, requests may be left that a pause has retracted, which hold no KV.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -99,14 +89,10 @@ async def drained(
 ) -> AsyncIterator[float]:
     """Within this context no request is answered and new ones are held back.
 
-    Waits for the running requests, as SGLang's own weight updates do, and logs that `what` waits.
-    Paused requests would never end, so it does not wait for them.
+    Waits for the running requests, unless they are paused, and logs that `what` waits. Yields how
+    long the scheduler may still need until it is idle, in seconds.
 
-    Yields:
-        how long the scheduler may still need until it is idle, in seconds.
-
-    Raises:
-        ControlError: requests still run after `timeout_s`; new ones are served again.
+    Raises `ControlError` if requests still run after `timeout_s`; new ones are served again.
     """
     async with manager.is_pause_cond:
         paused = manager.is_pause
@@ -124,8 +110,8 @@ async def drained(
             # A writer that gives up does not wake the readers that have waited for it.
             lock._cond.notify_all()
         raise ControlError(
-            f"{what} was given up after {timeout_s:g} s: {len(manager.rid_to_state)} requests are"
-            " running; abort them or let them finish"
+            f"{what}: {len(manager.rid_to_state)} requests run after timeout_s={timeout_s:g}; abort"
+            " them or let them finish"
         ) from None
     try:
         yield _IDLE_TIMEOUT_S
@@ -137,23 +123,16 @@ async def drained(
 async def idle(
     manager: "TokenizerManager", what: str, timeout_s: float | None = None
 ) -> AsyncIterator[None]:
-    """As `drained`; in addition, no scheduler has a request left, see `is_idle`.
-
-    Raises:
-        ControlError: see `drained`; or requests are paused, or SGLang remained busy.
-    """
+    """As `drained`; in addition, no scheduler has a request left. Raises `ControlError`."""
     async with drained(manager, what, timeout_s) as wait_s:
         if not await is_idle(manager, wait_s):
-            reason = "generation is paused with requests" if manager.is_pause else "SGLang is busy"
-            raise ControlError(f"{what} was given up: {reason}; abort them or let them finish")
+            reason = "requests are paused" if manager.is_pause else "SGLang is busy"
+            raise ControlError(f"{what}: {reason}; abort the requests or let them finish")
         yield
 
 
 async def flush(manager: "TokenizerManager", timeout_s: float | None = _IDLE_TIMEOUT_S) -> None:
-    """Empty the prefix cache of every rank, which must be idle; `ControlError` where one is not.
-
-    SGLang's own `flush_cache` returns only the first data-parallel rank's answer.
-    """
+    """Empty the prefix cache of every data-parallel rank; `ControlError` where one is not idle."""
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     manager.auto_create_handle_loop()
@@ -207,22 +186,18 @@ def rank_name(scheduler: "Scheduler") -> str:
 
 
 def _replica(scheduler: "Scheduler") -> int | None:
-    """The rank in data parallelism or data-parallel attention; None without either."""
     ps = ranks(scheduler)
     rank: int | None = ps.attn_dp_rank if ps.attn_dp_size > 1 else ps.dp_rank
     return rank
 
 
 class _Outcome(NamedTuple):
-    """One scheduler's outcome of a call: its name, and an answer unless there is an error."""
-
     rank: str
     answer: dict[str, Any]
     error: str = ""
 
 
 def _reduce_tp(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
-    """The joint outcome of a replica's tensor-parallel ranks: an error if any of them failed."""
     outcomes = gather_tp(scheduler, local)
     failed = [outcome for outcome in outcomes if outcome.error]
     if not failed:

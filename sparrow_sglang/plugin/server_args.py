@@ -57,7 +57,6 @@ _MODULE = "sglang.srt.server_args"
 _MARK = "_sparrow_installed"
 _TAKES_SINKS = "triton"
 
-
 FIELDS = {
     FIELD: ServerField(
         str | None,
@@ -90,8 +89,7 @@ logger = logging.getLogger(__name__)
 def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetSchedule, str]:
     """The schedule with which a server starts, and where it is named.
 
-    Raises:
-        ConfigError, ScheduleError: nothing usable is configured; both are ValueErrors.
+    Raises `ConfigError` or `ScheduleError`, both ValueErrors.
     """
     name, source = named_schedule(getattr(server_args, FIELD))
     page_size = resolved(server_args).page_size
@@ -106,15 +104,14 @@ def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetS
 
 
 def engine_arguments(text: str) -> dict[str, Any]:
-    """The value of --engine-args. Raises `ValueError` if it is no JSON object of known names."""
+    """The value of --engine-args. Raises `ValueError`."""
     try:
         arguments = json.loads(text)
     except json.JSONDecodeError:
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"--engine-args {text}: expected a JSON object of arguments of sglang.Engine, in"
-            " quotes, e.g. '{\"tp_size\": 2}'"
+            f"--engine-args {text}: expected a JSON object, in quotes, e.g. '{{\"tp_size\": 2}}'"
         )
     if problem := unknown_argument(arguments):
         raise ValueError(f"--engine-args: {problem}")
@@ -140,8 +137,7 @@ def argument_names() -> frozenset[str]:
 def install() -> None:
     """Teach the `ServerArgs` class our backend and fields; does nothing the second time.
 
-    Raises:
-        RuntimeError: this SGLang's ServerArgs cannot be extended.
+    Raises `RuntimeError` if this SGLang's ServerArgs cannot be extended.
     """
     from sglang.srt import server_args as module
 
@@ -196,8 +192,8 @@ def _install_or_log() -> None:
     try:
         install()
     except Exception:
-        # People who do not use the backend must still be able to import SGLang. Those who do get
-        # this error from `registration.register`, which installs again, and then from the backend.
+        # Whoever does not use the backend must still be able to import SGLang. `register` installs
+        # again, and raises for those who do.
         if wrong_version := version_problems():
             logger.warning("sparrow-sglang leaves this SGLang alone: %s", *wrong_version)
         else:
@@ -278,10 +274,9 @@ def _check_model_config(cls: Any) -> None:
 
 
 def _pass_for_one_with_sinks(owner: Any, name: str) -> None:
-    """Have `owner`'s function of that name give SGLang another name for our backend.
+    """Have `owner`'s function of that name return another name than that of our backend.
 
-    SGLang serves gpt-oss, a model with attention sinks, only with backends that it knows, by name,
-    to take them.
+    SGLang serves models with attention sinks only with backends that it knows by name.
     """
     original = getattr(owner, name)
 
@@ -307,10 +302,7 @@ def _check_resolved(server_args: "ServerArgs") -> None:
 
 
 def _require_plugin() -> None:
-    """Raise if the plugin failed or is not loaded, with a clearer message than the scheduler's.
-
-    The scheduler would only say that the backend's name is unknown.
-    """
+    """Raise if the plugin failed or is not loaded; a scheduler would not know the backend."""
     if PROCESS.error is not None:
         raise not_registered(PROCESS.error) from PROCESS.error
     if problem := plugins_problem():
@@ -322,8 +314,8 @@ def plugins_problem() -> str | None:
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
         return (
-            f"SGLANG_PLUGINS={allowed!r} keeps SGLang from loading the attention backend"
-            f" {BACKEND!r}: add {PLUGIN_NAME} to it, or unset it"
+            f"SGLANG_PLUGINS={allowed!r} leaves out the attention backend {BACKEND!r}: add"
+            f" {PLUGIN_NAME} to it, or unset it"
         )
     return None
 
@@ -332,6 +324,6 @@ def _refuse_unused_schedule(server_args: "ServerArgs") -> None:
     for name, field in FIELDS.items():
         if (value := getattr(server_args, name)) != field.default:
             raise ValueError(
-                f"{name}={value!r}, but attention_backend={server_args.attention_backend!r} would"
-                f" decode densely: pass --attention-backend {BACKEND}, or leave this out"
+                f"{name}={value!r} with attention_backend={server_args.attention_backend!r}, which"
+                f" decodes densely: expected --attention-backend {BACKEND}"
             )
