@@ -78,8 +78,8 @@ def layer_problems(runner: "ModelRunner") -> list[str]:
         # SGLang's Transformers implementation keeps its layers outside the module tree; it drops
         # sinks, and windows in decode.
         problems.append(
-            f"{type(runner.model).__name__}: its attention layers cannot be checked; expected a"
-            " model that SGLang implements itself (--model-impl sglang)"
+            f"{type(runner.model).__name__}: its attention layers cannot be checked; pass"
+            " --model-impl sglang"
         )
     return problems
 

@@ -72,115 +72,92 @@ class _Rule(NamedTuple):
     field: str
     refused: Callable[[Any], bool]
     why: str
-    fix: str
+    allowed: str | None = None
+    """Value to pass; None to leave the flag out."""
 
 
-def _flag(field: str, why: str) -> _Rule:
-    return _Rule(field, bool, why, f"remove --{field.replace('_', '-')}")
-
-
-def _ranks(field: str) -> _Rule:
-    return _Rule(
-        field,
-        lambda value: value is not None and value < 1,
-        "expected 1 or more",
-        f"pass --{field.replace('_', '-')} 1, or leave it out",
-    )
-
-
+# Flags that must be unset, by the reason.
+_FLAGS = {
+    f"HiCache: {_PAST_THE_BACKEND}": ("enable_hierarchical_cache", "hicache_storage_backend"),
+    _PAST_THE_BACKEND: (
+        "enable_lmcache",
+        "enable_flexkv",
+        "enable_unified_cache_external_linker",
+    ),
+    "decode tokens of a mixed batch would be decoded densely": ("enable_mixed_chunk",),
+    _OTHER_LAYOUT: (
+        "enable_unified_memory",
+        "enable_page_major_kv_layout",
+        "enable_kv_cache_sharding",
+    ),
+    _NO_BACKEND: ("enable_nvidia_megakernel", "enable_amd_monokernel"),
+    "another sparse attention would own the KV pool": ("enable_hisparse",),
+    "one decode plan is held at a time": ("enable_two_batch_overlap", "enable_pdmux"),
+    f"it would compile kernels that write landmarks in place; {_NOT_SHOWN}": (
+        "enable_torch_compile",
+    ),
+    "a diffusion model does not decode token by token": ("dllm_algorithm",),
+    "a session would keep sparsely written KV as its prefix": ("enable_streaming_session",),
+    "SGLang's Ray schedulers load no plugins": ("use_ray",),
+    _NO_CHECKS: ("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar"),
+    _NOT_SHOWN: (
+        "radix_cache_backend",
+        "enable_linear_replayssm",
+        "enable_int8_mamba_checkpoint",
+    ),
+}
 _RULES = (
-    _ranks("tp_size"),
-    _ranks("dp_size"),
-    _ranks("pp_size"),
-    _ranks("ep_size"),
+    *(_Rule(field, bool, why) for why, fields in _FLAGS.items() for field in fields),
+    *(
+        _Rule(field, lambda size: size is not None and size < 1, "expected 1 or more", "1")
+        for field in ("tp_size", "dp_size", "pp_size", "ep_size")
+    ),
     _Rule(
         "page_size",
-        lambda value: value is not None and value not in PAGE_SIZES,
+        lambda size: size is not None and size not in PAGE_SIZES,
         f"expected one of {PAGE_SIZES}",
-        "pass --page-size 16, or leave it out",
+        "16",
     ),
     _Rule(
         "speculative_algorithm",
-        lambda value: value is not None and value.upper() != LOSSLESS,
+        lambda name: name is not None and name.upper() != LOSSLESS,
         "verification decodes several tokens at once, densely",
-        f"pass --speculative-algorithm {LOSSLESS}, or leave it out",
+        LOSSLESS,
     ),
-    _flag("enable_hierarchical_cache", f"HiCache: {_PAST_THE_BACKEND}"),
-    _flag("hicache_storage_backend", f"HiCache: {_PAST_THE_BACKEND}"),
-    _flag("enable_lmcache", _PAST_THE_BACKEND),
-    _flag("enable_flexkv", _PAST_THE_BACKEND),
     _Rule(
         "disaggregation_mode",
-        lambda value: value != "null",
+        lambda mode: mode != "null",
         f"prefill-decode disaggregation: {_PAST_THE_BACKEND}",
-        "remove --disaggregation-mode",
     ),
-    _flag("enable_mixed_chunk", "decode tokens of a mixed batch would be decoded densely"),
-    _flag("enable_unified_memory", _OTHER_LAYOUT),
-    _flag("enable_page_major_kv_layout", _OTHER_LAYOUT),
-    _flag("enable_kv_cache_sharding", _OTHER_LAYOUT),
-    _flag("enable_unified_cache_external_linker", _PAST_THE_BACKEND),
-    _flag("enable_nvidia_megakernel", _NO_BACKEND),
-    _flag("enable_amd_monokernel", _NO_BACKEND),
-    _flag("enable_hisparse", "another sparse attention would own the KV pool"),
-    _flag("enable_two_batch_overlap", "one decode plan is held at a time"),
-    _flag("enable_pdmux", "one decode plan is held at a time"),
-    _flag(
-        "enable_torch_compile",
-        "it would compile the decode step's kernels, which write landmarks in place, with the model"
-        f" around them; {_NOT_SHOWN}",
-    ),
-    _flag("dllm_algorithm", "a diffusion model does not decode token by token"),
-    _flag("enable_streaming_session", "a session would keep sparsely written KV as its prefix"),
     _Rule(
         "mamba_radix_cache_strategy",
-        lambda value: value == "extra_buffer_lazy",
+        lambda strategy: strategy == "extra_buffer_lazy",
         f"states of linear attention that are kept late: {_NOT_SHOWN}",
-        "pass --mamba-radix-cache-strategy auto, or leave it out",
+        "auto",
     ),
-    _flag("use_ray", "SGLang's Ray schedulers load no plugins"),
-    _Rule(
-        "moe_a2a_backend",
-        lambda value: value == "pplx",
-        _DECODE_AS_PREFILL,
-        "pass another --moe-a2a-backend",
-    ),
+    _Rule("moe_a2a_backend", lambda backend: backend == "pplx", _DECODE_AS_PREFILL, "another"),
     _Rule(
         "tokenizer_worker_num",
-        lambda value: value > 1,
+        lambda workers: workers > 1,
         f"SGLang's tokenizer workers load no plugins: {_NO_CHECKS}",
-        "pass --tokenizer-worker-num 1",
+        "1",
     ),
-    *(_flag(field, _NO_CHECKS) for field in ("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar")),
-    *(
-        _flag(field, _NOT_SHOWN)
-        for field in (
-            "radix_cache_backend",
-            "enable_linear_replayssm",
-            "enable_int8_mamba_checkpoint",
-        )
-    ),
-    _Rule(
-        "sparrow_audit_rate",
-        lambda value: not 0 <= value <= 1,
-        "expected the share of requests to audit, from 0 to 1",
-        "pass --sparrow-audit-rate 0.01",
-    ),
+    _Rule("sparrow_audit_rate", lambda rate: not 0 <= rate <= 1, "expected 0 to 1", "0.01"),
     _Rule(
         "model_impl",
         lambda value: value == "transformers",
         "its attention layers cannot be checked, and some lose windows or sinks",
-        "pass --model-impl sglang, or leave it out",
+        "sglang",
     ),
-    _Rule("dcp_size", lambda value: value > 1, "KV is split by position", "pass --dcp-size 1"),
-    _Rule(
-        "attn_cp_size", lambda value: value > 1, "KV is split by position", "pass --attn-cp-size 1"
+    *(
+        _Rule(field, lambda size: size > 1, "KV is split by position", "1")
+        for field in ("dcp_size", "attn_cp_size")
     ),
     _Rule(
         "kv_cache_dtype",
-        lambda value: value not in ("auto", "bf16", "bfloat16", "fp8_e4m3"),
+        lambda dtype: dtype not in ("auto", "bf16", "bfloat16", "fp8_e4m3"),
         "the kernels read KV in 16 bits or in FP8 e4m3 with one scale per layer",
-        "pass --kv-cache-dtype auto or fp8_e4m3",
+        "auto or fp8_e4m3",
     ),
 )
 _ENVIRONMENT = {
@@ -197,11 +174,8 @@ def uses_sparrow(server_args: "ServerArgs") -> bool:
 
 
 def server_problems(server_args: "ServerArgs") -> list[str]:
-    """Problems that the arguments alone show; works before and after SGLang resolves them.
-
-    If SGLang is missing, incomplete or too old, that is the only problem reported, as the fields
-    that are checked here may not exist.
-    """
+    """Problems that the arguments alone show; works before and after SGLang resolves them."""
+    # Without a supported SGLang the fields that are checked here may not exist.
     if wrong_version := version_problems():
         return wrong_version
     from sglang.srt.environ import envs
@@ -210,15 +184,13 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
     prefill, decode = attention_backends(server_args)
     if BACKEND not in (prefill, decode):
         problems.append(
-            f"attention backend {decode!r}: SGLang has put it in the place of {BACKEND!r}, and"
-            f" would decode densely; serve another model, or pass --attention-backend {decode}"
+            f"attention backend {decode!r}: SGLang has replaced {BACKEND!r} by it, and would decode"
+            f" densely; serve another model, or pass --attention-backend {decode}"
         )
     elif prefill != decode:
         problems.append(
             f"prefill attention backend {prefill!r}, decode attention backend {decode!r}: prefill"
-            f" writes the landmarks that decode reads, so both must be {BACKEND!r}; pass"
-            f" --attention-backend {BACKEND} and neither --prefill-attention-backend nor"
-            " --decode-attention-backend"
+            f" writes the landmarks that decode reads; pass only --attention-backend {BACKEND}"
         )
     for rule in _RULES:
         if not hasattr(server_args, rule.field):
@@ -229,28 +201,27 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             continue
         value = getattr(server_args, rule.field)
         if rule.refused(value):
-            problems.append(f"{rule.field}={value!r}: {rule.why}; {rule.fix}")
+            flag = f"--{rule.field.replace('_', '-')}"
+            fix = f"pass {flag} {rule.allowed}" if rule.allowed else f"remove {flag}"
+            problems.append(f"{rule.field}={value!r}: {rule.why}; {fix}")
     problems += lossless_argument_problems(server_args)
-    if server_args.sparrow_audit_log is not None and not server_args.sparrow_audit_rate:
+    log = server_args.sparrow_audit_log
+    if log is not None and not server_args.sparrow_audit_rate:
         problems.append(
-            f"sparrow_audit_log={server_args.sparrow_audit_log!r}: nothing is audited, so nothing"
-            " would be logged; pass --sparrow-audit-rate 0.01, or remove --sparrow-audit-log"
+            f"sparrow_audit_log={log!r}: nothing is audited; pass --sparrow-audit-rate 0.01"
         )
-    elif (log := server_args.sparrow_audit_log) is not None:
+    elif log is not None:
         folder = Path(log).absolute()
-        there = next(place for place in (folder, *folder.parents) if place.exists())
-        if not log or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            problems.append(
-                f"sparrow_audit_log={log!r}: expected a folder that can be made and written to;"
-                " pass another --sparrow-audit-log"
-            )
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
+        if not log or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            problems.append(f"sparrow_audit_log={log!r}: expected a folder that can be written to")
     # A string or a mapping until SGLang has parsed it; neither has the attribute.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     backend = getattr(graphs, "backend", None)
     if backend == "full":
         problems.append(
-            "cuda_graph_config[prefill].backend='full': landmarks of a prefill are written outside"
-            " the graph; pass --cuda-graph-backend-prefill breakable, or leave it out"
+            "cuda_graph_config[prefill].backend='full': landmarks are written outside the graph;"
+            " pass --cuda-graph-backend-prefill breakable"
         )
     if (
         backend == "breakable"
@@ -264,8 +235,8 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
     tp_size, dp_size = server_args.tp_size, server_args.dp_size
     if server_args.enable_dp_attention and dp_size > 0 and tp_size % dp_size:
         problems.append(
-            f"enable_dp_attention with tp_size={tp_size}, dp_size={dp_size}: its replicas share the"
-            " ranks evenly; pass a --tp-size that is a multiple of --dp-size"
+            f"enable_dp_attention with tp_size={tp_size}, dp_size={dp_size}: expected a --tp-size"
+            " that is a multiple of --dp-size"
         )
     for variable, why in _ENVIRONMENT.items():
         if hasattr(envs, variable) and getattr(envs, variable).get():
@@ -284,9 +255,8 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     is_known = bool(set(_LINEAR_MODELS).intersection(model_config.hf_config.architectures or ()))
     if is_known and getattr(text, "full_attention_interval", None) is None:
         return [
-            f"model {model}: config.json has no full_attention_interval, by which SGLang tells"
-            " layers with linear attention from others; transformers leaves it out where it saves"
-            ' a model. Add it, such as "full_attention_interval": 4'
+            f"model {model}: config.json has no full_attention_interval, which SGLang needs and"
+            ' transformers leaves out; add it, such as "full_attention_interval": 4'
         ]
     hybrid = hybrid_config(model_config)
     # SGLang and this package must agree on which layers are linear.
@@ -331,10 +301,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
 
 
 def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
-    """Why the attention heads or the experts of a model cannot be split among the ranks.
-
-    SGLang's models assert this, without a message, while they are built.
-    """
+    """Heads or experts that the ranks cannot share, which SGLang asserts without a message."""
     text = model_config.hf_text_config
     heads = {
         "query heads": model_config.num_attention_heads,
@@ -357,14 +324,14 @@ def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> lis
         counts = ", ".join(f"{count} {name}" for name, count in heads.items())
         allowed = ", ".join(str(n) for n in range(1, heads["query heads"] + 1) if can_split(n))
         problems.append(
-            f"tp_size={view.tp_size}: {model} has {counts}, which {ranks} attention ranks cannot"
-            f" share evenly; pass a --tp-size that makes it one of {allowed}"
+            f"tp_size={view.tp_size}: {model} has {counts} for {ranks} attention ranks; pass a"
+            f" --tp-size that makes it one of {allowed}"
         )
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
     if (experts + view.ep_num_redundant_experts) % view.ep_size:
         problems.append(
-            f"ep_size={view.ep_size}: {model} has {experts} experts, which {view.ep_size} ranks"
-            " cannot share evenly; pass an --ep-size that divides them"
+            f"ep_size={view.ep_size}: {model} has {experts} experts; pass an --ep-size that divides"
+            " them"
         )
     return problems
 
@@ -421,8 +388,8 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
     fp8 = dtype == torch.float8_e4m3fn
     if not fp8 and dtype not in (torch.bfloat16, torch.float16, torch.float32):
         problems.append(
-            f"KV cache of dtype {dtype}: the backend reads bfloat16, float16, float32 and"
-            " float8_e4m3fn; pass --kv-cache-dtype bf16"
+            f"KV cache of dtype {dtype}: expected bfloat16, float16, float32 or float8_e4m3fn; pass"
+            " --kv-cache-dtype bf16"
         )
     if fp8 and mixed:
         problems.append(
@@ -435,15 +402,14 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
 
 
 def not_registered(error: Exception) -> RuntimeError:
-    """The error to raise if the backend is selected and its plugin has failed with `error`."""
+    """The error of a selected backend whose plugin has failed with `error`."""
     return RuntimeError(
-        f"sparrow-sglang could not be registered: {error!r}. Install an SGLang that it runs with,"
+        f"sparrow-sglang could not be registered: {error!r}; install an SGLang that it runs with,"
         f" or choose another --attention-backend than {BACKEND}"
     )
 
 
 def refuse(problems: list[str]) -> None:
-    """Raise `UnsupportedError` if there are any problems."""
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise UnsupportedError(f"attention backend {BACKEND!r} cannot run here:\n{listed}")
