@@ -241,11 +241,7 @@ class TritonPagedDecode:
         # Pages that `width` tokens in sequence touch at most.
         self._longest = (width + page_size - 2) // page_size + 1
         page_table.snapshot_page_table(
-            self._req_to_token,
-            req_pool_indices,
-            self._seq_lens,
-            self._pages,
-            page_size=page_size,
+            self._req_to_token, req_pool_indices, self._seq_lens, self._pages, page_size=page_size
         )
 
     def plan_decode(

@@ -99,11 +99,7 @@ def landmark_dtype(kv_dtype: torch.dtype) -> torch.dtype:
 
 
 def kept_pairs(
-    rule: SelectionRule,
-    layer: int,
-    heads: range,
-    head_dim: int,
-    device: torch.device | str = "cpu",
+    rule: SelectionRule, layer: int, heads: range, head_dim: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor | None:
     """Rotary pairs that a layer's int4 landmarks keep for its KV `heads`, [Hkv, C/2] int64.
 

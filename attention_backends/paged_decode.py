@@ -33,11 +33,7 @@ class TorchPagedDecode:
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         self._pages = PageTable.read(
-            self._req_to_token,
-            req_pool_indices,
-            seq_lens,
-            int(seq_lens_cpu.max()),
-            self._page_size,
+            self._req_to_token, req_pool_indices, seq_lens, int(seq_lens_cpu.max()), self._page_size
         )
 
     def plan_extend(

@@ -194,10 +194,7 @@ def engine_settings(
     }
     settings |= {} if backend == STOCK else {"attention_backend": backend}
     if drafts:
-        settings |= {
-            "speculative_algorithm": LOSSLESS,
-            "speculative_num_draft_tokens": drafts + 1,
-        }
+        settings |= {"speculative_algorithm": LOSSLESS, "speculative_num_draft_tokens": drafts + 1}
     return settings | ({"sparrow_schedule": schedule} if schedule else {})
 
 

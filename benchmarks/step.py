@@ -327,9 +327,7 @@ def measure(
             )
 
 
-def engines(
-    options: argparse.Namespace,
-) -> Iterator[tuple[str, str, str | None, int | None]]:
+def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str | None, int | None]]:
     """Model, backend, schedule and drafts of each engine; dense backends have no schedule."""
     for model in options.models.split(","):
         for backend in options.backends.split(","):

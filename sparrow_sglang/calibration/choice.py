@@ -16,10 +16,7 @@ CONFIDENCE = 0.95
 
 
 def bin_tails(
-    generations: Sequence[Tokens],
-    bin_tokens: int,
-    page_size: int,
-    num_bins: int | None = None,
+    generations: Sequence[Tokens], bin_tokens: int, page_size: int, num_bins: int | None = None
 ) -> dict[int, BinTail]:
     """Tail of the acceptance rate per bin, over the given tokens.
 

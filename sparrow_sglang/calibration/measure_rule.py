@@ -32,12 +32,7 @@ from sparrow_sglang.calibration.rule import (
 from sparrow_sglang.calibration.samples import Tokens, plan_samples
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.config import schedule_from
-from sparrow_sglang.hf_config import (
-    head_dim_of,
-    num_kv_heads_of,
-    num_layers_of,
-    partial_layers,
-)
+from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of, partial_layers
 from sparrow_sglang.mismatch.token_bins import whole_pages
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
