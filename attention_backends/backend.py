@@ -42,7 +42,6 @@ def _whole_pool(pool: "KVCache") -> "MHATokenToKVPool":
 
 
 def _held_layers(pool: "KVCache") -> list[int]:
-    """Indices in the model of the layers whose KV this process holds."""
     # A pool with windows has the first mapping, of all its layers; a pool beside linear attention
     # has the second, of the other layers.
     for mapping in ("layers_mapping", "full_attention_layer_id_mapping"):

@@ -50,7 +50,6 @@ class DecodeShape:
         max_context: int,
         kv_itemsize: int = 2,
     ) -> "DecodeShape":
-        """The shape for sequences of up to `max_context` tokens under `schedule`."""
         max_pages = -(-max_context // schedule.page_size)
         return cls(
             num_q_heads,
@@ -108,27 +107,23 @@ class DecodeBuffers:
     ) -> None:
         tuned_for = launch_device or device
         heads, head_dim, max_pages = shape.num_kv_heads, shape.head_dim, shape.max_pages
-        kept_tokens = shape.usual_pages * shape.page_size
         batches = range(1, rows + 1)
+
+        def decode_launches(pages: int) -> dict[int, decode.DecodeLaunch]:
+            tokens, itemsize = pages * shape.page_size, shape.kv_itemsize
+            return {
+                batch: decode.decode_launch(batch, heads, head_dim, tokens, tuned_for, itemsize)
+                for batch in batches
+            }
+
         self.rows = rows
         self.select_launch = {
             batch: select.select_launch(batch, heads, head_dim, max_pages, tuned_for, shape.int4)
             for batch in batches
         }
-        self.decode_launch = {
-            batch: decode.decode_launch(
-                batch, heads, head_dim, kept_tokens, tuned_for, shape.kv_itemsize
-            )
-            for batch in batches
-        }
+        self.decode_launch = decode_launches(shape.usual_pages)
         # Dense layers read whole sequences.
-        longest = max_pages * shape.page_size
-        self.dense_launch = {
-            batch: decode.decode_launch(
-                batch, heads, head_dim, longest, tuned_for, shape.kv_itemsize
-            )
-            for batch in batches
-        }
+        self.dense_launch = decode_launches(max_pages)
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
         self.num_selected = torch.zeros(num_layers, rows, dtype=torch.int32, device=device)

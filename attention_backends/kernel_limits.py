@@ -60,7 +60,6 @@ def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> l
 
 
 def fp8_problems(capability: tuple[int, int]) -> list[str]:
-    """Why a GPU of this compute capability cannot serve an FP8 KV cache."""
     if capability >= FP8_CAPABILITY:
         return []
     major, minor = FP8_CAPABILITY
@@ -71,7 +70,6 @@ def fp8_problems(capability: tuple[int, int]) -> list[str]:
 
 
 def rule_problems(schedule: BudgetSchedule) -> list[str]:
-    """Reasons why a GPU cannot serve a schedule's selection rule."""
     rule = schedule.selection
     if rule.landmark_pairs is None or not (pairs := rule.pairs_kept(0)) % PAIRS_MULTIPLE:
         return []
@@ -82,7 +80,6 @@ def rule_problems(schedule: BudgetSchedule) -> list[str]:
 
 
 def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
-    """One line on what the kernels will serve, for a model without `kernel_problems`."""
     page_size = server_args.page_size
     return (
         f"head_dim {model_config.head_dim}, context {model_config.context_len} of at most"

@@ -113,8 +113,6 @@ def select_pages(
         scores: [B, Hkv, N] in fp32.
         num_pages: [B], pages that each request holds, the partial one included.
         num_selected: [B], pages to keep, min(num_pages, KV budget in pages).
-        sink_pages: first pages that are always kept.
-        recent_pages: last pages that are always kept.
 
     Returns:
         [B, Hkv, max(num_selected)] int64, logical pages in ascending order; in a row with fewer
@@ -188,7 +186,6 @@ def sparse_decode(
             first num_selected entries is the request's last page.
         num_selected: [B], how many entries of page_ids count.
         seq_lens: [B], cached tokens, the current one included.
-        page_size: tokens a page.
         sm_scale: factor of the logits, the scale of FP8 keys included.
         v_scale: scale of FP8 values, a factor of the output.
         sinks: [Hq], a learned logit of each query head that joins its softmax as one more token

@@ -61,15 +61,12 @@ class Comparison:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Adds the default to the help of each option that has one."""
-
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.default in (None, argparse.SUPPRESS) or "(default" in (action.help or "")
         return f"{action.help}{'' if shown else ' (default: %(default)s)'}"
 
 
 def bench_parser(verb: str, description: str, examples: str, out: str) -> OneLineParser:
-    """Parser of `sparrow bench VERB` with `--out`; examples follow the options in its help."""
     parser = OneLineParser(
         prog=f"sparrow bench {verb}",
         description=description,
@@ -91,7 +88,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `comparison` reads."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--model",
@@ -207,7 +203,6 @@ def backend_of(engine: Any) -> str:
 def require_cuda(
     parser: argparse.ArgumentParser, memory_gb: float, purpose: str, devices: int = 1
 ) -> None:
-    """End with exit code 2 unless torch finds as many CUDA devices."""
     import torch
 
     if (found := torch.cuda.device_count()) < devices:

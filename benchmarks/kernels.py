@@ -103,7 +103,6 @@ def _layer(
     heads: int,
     group: int,
 ) -> list[dict[str, Any]]:
-    """Time both kernels of a layer of this shape."""
     import torch
 
     from sparrow_sglang.attention_backends import reference

@@ -234,7 +234,6 @@ async def _turn(
     start: float,
     progress: Progress,
 ) -> list[int]:
-    """Generate one turn of sequence `index`; returns its token ids."""
     sent, before = time.perf_counter(), progress.tokens[index]
     parts = await engine.async_generate(
         input_ids=context,
@@ -271,7 +270,6 @@ async def _turn(
 def engine_defaults(
     compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for one side: SGLang's defaults except sizes and the backend."""
     arguments = engine_settings(
         compared.path, compared.has_weights, side.backend, side.schedule, side.drafts
     )
@@ -288,7 +286,6 @@ def engine_defaults(
 
 
 def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> None:
-    """Start an engine for one side, warm it up, replay the requests, add the row to `--out`."""
     import sglang
     import torch
 
@@ -355,7 +352,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay, print and write; the exit code is 1 if a side failed, 2 on bad options or no GPU."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:

@@ -230,7 +230,6 @@ def engine_defaults(
     schedule: str | None,
     drafts: int | None = None,
 ) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`, the same for all backends but for the backend."""
     batches = [batch_lengths(case) for case in options.cases]
     batch_sizes = sorted({len(lengths) for lengths in batches})
     # SGLang does not use the last positions of a context for requests.
@@ -260,7 +259,6 @@ def measure(
     schedule_name: str | None,
     drafts: int | None,
 ) -> None:
-    """Add a row to `--out` for each case of one model and backend."""
     import sglang
     import torch
 
@@ -423,7 +421,6 @@ def _check(options: argparse.Namespace) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; the exit code is 1 if a run failed, 2 on bad options or no GPU."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:

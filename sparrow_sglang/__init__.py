@@ -20,18 +20,7 @@ _EXPORTS = {
     "token_bins": "sparrow_sglang.mismatch.token_bins",
 }
 
-__all__ = [
-    "BudgetSchedule",
-    "TailStatistics",
-    "acceptance_rate",
-    "get_schedule",
-    "measure_acceptance",
-    "push_adapter",
-    "read_mismatch_log",
-    "score_dense",
-    "set_schedule",
-    "token_bins",
-]
+__all__ = [*_EXPORTS]
 
 
 def __getattr__(name: str) -> object:

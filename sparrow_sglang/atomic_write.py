@@ -55,7 +55,6 @@ def delete_drafts(folder: Path) -> None:
 
 
 def write_text(target: Path, content: str) -> None:
-    """Write a file in UTF-8; raises `OSError`."""
     with replacing(target) as draft:
         draft.write_text(content, "utf-8")
 

@@ -72,7 +72,6 @@ def linear_layers(hf_config: Any) -> tuple[int, ...]:
 
 
 def partial_layers(hf_config: Any) -> tuple[int, ...]:
-    """Layers with a sliding window or linear attention, which read no whole KV, ascending."""
     return tuple(sorted(window_layers(hf_config) + linear_layers(hf_config)))
 
 

@@ -174,7 +174,6 @@ def model_problem(path: str, error: Exception) -> str:
 
 
 def _caused_by(error: BaseException | None, *kinds: type[BaseException]) -> bool:
-    """Whether `error`, or what it was raised from or during, is one of `kinds`."""
     while error is not None:
         if isinstance(error, kinds):
             return True

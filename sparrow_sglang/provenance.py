@@ -28,7 +28,6 @@ def commit_of(file: Path) -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git prints in a folder; None if git fails or is not installed."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
     except OSError:
@@ -37,7 +36,6 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def device_name() -> str:
-    """Name of this process's GPU, or of its CPU if it has none."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()

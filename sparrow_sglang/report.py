@@ -143,8 +143,6 @@ class ReportError(InputError):
 
 @dataclass
 class Sources:
-    """Folders of runs, contents of JSON files, and why other files are left out."""
-
     runs: list[Path] = field(default_factory=list)
     schedules: dict[Path, Row] = field(default_factory=dict)
     checks: dict[Path, Row] = field(default_factory=dict)
@@ -212,7 +210,6 @@ class Run:
 
     @property
     def start(self) -> Row:
-        """The newest start."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -390,7 +387,6 @@ def _level(axes: Any, name: str, level: float) -> None:
 
 
 def _style(index: int, label: str) -> dict[str, Any]:
-    """Options of the line with this number on its chart."""
     return {"color": _PALETTE[index % len(_PALETTE)], "label": label, "gid": f"series-{index}"}
 
 
@@ -406,7 +402,6 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def flat(values: Row, prefix: str = "") -> dict[str, str]:
-    """Nested settings under dotted names."""
     named: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -419,7 +414,6 @@ def flat(values: Row, prefix: str = "") -> dict[str, str]:
 
 
 def _versions(fields: Row) -> dict[str, str]:
-    """Device, versions, commit, command and date that a result file carries."""
     packages = {name: found for name, found in fields.get("packages", {}).items() if found}
     names = ("date", "device", "python", "commit", "command")
     return flat({name: fields[name] for name in names if name in fields} | packages)
@@ -429,7 +423,6 @@ def _versions(fields: Row) -> dict[str, str]:
 
 
 def _section_of_run(folder: Path) -> Section:
-    """Reward, length, tail, speed and where the time went, by step."""
     run = read_run(folder)
     section = Section("training", f"Training run {run.folder.resolve().name}", _run_facts(run))
     _run_charts(section, run)
@@ -470,14 +463,13 @@ def _run_facts(run: Run) -> list[tuple[str, str]]:
             facts.append((label, f"{number(values[0], 3)} → {number(values[-1], 3)}"))
     if tails := run.curve(TAIL):
         lowest, target = min(tails, key=lambda step: tails[step]), run.start.get("tail_target")
-        below = sum(tail < target for tail in tails.values()) if target else 0
         judged = f"the target is {target:g}" if target else "no target"
-        if below:
+        if target and (below := sum(tail < target for tail in tails.values())):
             judged = f"BELOW the target {target:g} in {below:,} of {len(tails):,} steps"
         facts.append(("lowest tail", f"{number(tails[lowest], 3)} at step {lowest}; {judged}"))
     if alarms := [step for step, alarm in run.curve(ALARM).items() if alarm]:
-        told = f"{len(alarms):,} steps, the first is {alarms[0]:,}"
-        facts.append(("ALARM, the policy may be collapsing", told))
+        steps = f"{len(alarms):,} steps, the first is {alarms[0]:,}"
+        facts.append(("ALARM, the policy may be collapsing", steps))
     if skipped := sum(run.curve("actor/skipped_steps").values()):
         facts.append(("optimizer steps skipped, gradient not finite", f"{skipped:,.0f}"))
     if schedule:
@@ -491,7 +483,6 @@ def _run_facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _run_charts(section: Section, run: Run) -> None:
-    """A chart for each group of metrics that the run has."""
     limit = run.config.get("rollout", {}).get("max_new_tokens")
     target = run.start.get("tail_target")
     levels = {"tokens": ("limit", limit), "acceptance rate": ("target", target)}
@@ -505,11 +496,7 @@ def _run_charts(section: Section, run: Run) -> None:
     bins = sorted(int(n.removeprefix(_TAIL_OF_BIN)) for n in names if n.startswith(_TAIL_OF_BIN))
     width = run.start.get("tail_bin_tokens") or BIN_TOKENS
     tails = {f"{_TAIL_OF_BIN}{index}": f"{index * width:,}+" for index in bins}
-    of_sets = {
-        f"eval/{found[1]}/pass_rate": found[1]
-        for name in sorted(names)
-        if (found := re.fullmatch("eval/(.+)/pass_rate", name))
-    }
+    of_sets = {n: m[1] for n in sorted(names) if (m := re.fullmatch("eval/(.+)/pass_rate", n))}
     for title, unit, metrics, note in _CHARTS:
         labels = (metrics or tails) | (of_sets if PASS_RATE in metrics else {})
         curves = {text: run.curve(name) for name, text in labels.items() if name in names}
@@ -535,11 +522,10 @@ def _stack_times(axes: Any, steps: Sequence[Row]) -> None:
     """The time of each stage of a step, in order; the rest is the time that no stage measured."""
     stages = dict.fromkeys(n for row in steps for n in row if n.startswith("timing_s/"))
     del stages["timing_s/step"]
-    spent = {name.removeprefix("timing_s/"): [row.get(name, 0.0) for row in steps]
-             for name in stages}  # fmt: skip
-    totals = [sum(seconds) for seconds in zip(*spent.values(), strict=True)] or [0.0] * len(steps)
+    spent = {n.removeprefix("timing_s/"): [row.get(n, 0.0) for row in steps] for n in stages}
+    measured = [sum(row.get(name, 0.0) for name in stages) for row in steps]
     spent["rest"] = [
-        max(0.0, row["timing_s/step"] - total) for row, total in zip(steps, totals, strict=True)
+        max(0.0, row["timing_s/step"] - part) for row, part in zip(steps, measured, strict=True)
     ]
     at = [row["step"] for row in steps]
     if len(steps) == 1:
@@ -595,8 +581,8 @@ def calibration_section(contents: Sequence[Row]) -> Section:
     for schedule in schedules:
         end = len(schedule.budget_tokens) * schedule.bin_tokens
         read = int(schedule.tokens_read(end))
-        named = f"{schedule.name} reads at {end:,} tokens"
-        section.facts.append((named, f"{number(read)} ({read / end:.1%})"))
+        share = f"{number(read)} ({read / end:.1%})"
+        section.facts.append((f"{schedule.name} reads at {end:,} tokens", share))
     evidence: Row = first.provenance
     if "tails" in evidence:
         section.kind, section.title = "calibration", f"Calibration of {first.model}"
@@ -608,10 +594,8 @@ def calibration_section(contents: Sequence[Row]) -> Section:
             bins: Any = schedule.provenance["bins"]
             _bin_table(section, f"Bins of {schedule.name}", bins, "basis", schedule.bin_tokens)
         section.tables.append(_tail_table(evidence, first.bin_tokens))
-        section.settings += [
-            ("Configuration", flat(evidence["settings"])),
-            ("Versions", _versions(evidence)),
-        ]
+        versions = ("Versions", _versions(evidence))
+        section.settings += [("Configuration", flat(evidence["settings"])), versions]
     else:
         section.facts.append(("calibrated", "yes" if first.calibrated else "no"))
         rows = [
@@ -625,7 +609,6 @@ def calibration_section(contents: Sequence[Row]) -> Section:
 
 
 def check_section(content: Row) -> Section:
-    """Tails of fresh generations under given schedules."""
     checks, settings = content["checks"], content["settings"]
     widths = {name: width for name, width, *_ in settings["schedules"]}
     verdicts = [f"{c['schedule']} {'holds' if c['holds'] else 'does not hold'}" for c in checks]
@@ -712,16 +695,11 @@ def _budget_chart(section: Section, schedules: Sequence[BudgetSchedule]) -> None
 
 def _bin_table(section: Section, title: str, bins: Sequence[Row], verdict: str, width: int) -> None:
     heads = ["positions", verdict, "budget", "tail", "95 % from", "to", "tokens"]
-    rows = [
-        [
-            _span(row["bin"], width),
-            row[verdict],
-            number(row["budget_tokens"]),
-            *(_rate(row.get(key)) for key in ("tail", "tail_low", "tail_high")),
-            number(row["tokens"]),
-        ]
-        for row in bins
-    ]
+    rows = []
+    for row in bins:
+        tails = [_rate(row.get(key)) for key in ("tail", "tail_low", "tail_high")]
+        budget, tokens = number(row["budget_tokens"]), number(row["tokens"])
+        rows.append([_span(row["bin"], width), row[verdict], budget, *tails, tokens])
     section.tables.append((title, heads, rows))
 
 
@@ -798,7 +776,6 @@ def compare(sources: Sources) -> dict[str, Any]:
 
 
 def comparison_table(comparison: Row) -> str:
-    """The values at the end, by arm, for a terminal."""
     arms = comparison["arms"]
     letters = [chr(ord("A") + i % 26) * (1 + i // 26) for i in range(len(arms))]
     table = [["mean at the end", *letters]]

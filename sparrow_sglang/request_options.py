@@ -169,7 +169,6 @@ class RequestState:
 
 
 def request_state(request: Any) -> RequestState:
-    """The state of a `GenerateReqInput`, created if there is none yet."""
     if getattr(request, ATTRIBUTE, None) is None:
         setattr(request, ATTRIBUTE, RequestState())
     state: RequestState = getattr(request, ATTRIBUTE)
@@ -177,7 +176,6 @@ def request_state(request: Any) -> RequestState:
 
 
 def _problem(key: Any, value: Any, active: BudgetSchedule) -> str | None:
-    """What is wrong with one entry of a request's option, with what is allowed."""
     if key in ("dense", "report"):
         return None if isinstance(value, bool) else "expected true or false"
     if key == "schedule":

@@ -152,7 +152,6 @@ class BudgetSchedule(BaseModel):
         return tuple(tokens // self.page_size for tokens in self.budget_tokens)
 
     def num_pages(self, seq_len: int) -> int:
-        """Pages that `seq_len` cached tokens fill, the partial one included."""
         return -(-seq_len // self.page_size)
 
     def bin_index(self, seq_len: int) -> int:
@@ -164,7 +163,6 @@ class BudgetSchedule(BaseModel):
 
     @cached_property
     def least_pages(self) -> int:
-        """Sinks and recent pages, which are always kept."""
         return self.sink_pages + self.recent_pages
 
     def layer_budgets(self, weight: float = 1.0, cap: int | None = None) -> NDArray[np.int64]:

@@ -20,7 +20,6 @@ FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 
 
 def known_schedules() -> list[str]:
-    """Names of the shipped schedules, sorted."""
     names = [entry.name for entry in files("sparrow_sglang.schedules").iterdir()]
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 

@@ -106,7 +106,6 @@ class SelectionRule(BaseModel):
 
     @property
     def int4(self) -> bool:
-        """Whether this is the rule with int4 landmarks, not the published one."""
         return self.landmark_bits == 4
 
     def sparse_weights(self, dense_layers: Sequence[int]) -> tuple[float, ...]:

@@ -28,7 +28,6 @@ class ServerField(NamedTuple):
 
 
 def attention_backends(server_args: "ServerArgs") -> tuple[str, str]:
-    """Names of the backends of prefill and of decode."""
     view: Any = resolved(server_args)
     backend = view.attention_backend
     return view.prefill_attention_backend or backend, view.decode_attention_backend or backend
@@ -144,7 +143,6 @@ def _server_source() -> tuple[ast.Module, ...]:
 
 @functools.cache
 def _server_fields() -> dict[str, ast.expr]:
-    """Annotations of the fields of `ServerArgs`."""
     first, *others = _server_source()
     classes = [node for node in first.body if getattr(node, "name", "") == "ServerArgs"]
     classes += [node for module in others for node in module.body]

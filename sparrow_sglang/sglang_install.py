@@ -18,7 +18,6 @@ INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
 
 
 def installed_version() -> str:
-    """The version as the installer knows it."""
     installed = _installed()
     return installed[0].version if installed else "of an unknown version"
 

@@ -126,7 +126,6 @@ def request_of(fields: Mapping[str, Any]) -> Any:
 def adapter_request(
     name: str, config: Mapping[str, Any], tensors: Mapping[str, Any], tp_size: int
 ) -> Any:
-    """SGLang's request to load a LoRA adapter from tensors."""
     from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -222,7 +221,6 @@ def hybrid_config(model_config: "ModelConfig") -> Any:
 
 
 def has_asymmetric_kv(model_config: "ModelConfig") -> bool:
-    """Whether keys and values differ in width."""
     differs: bool = model_config.head_dim != model_config.v_head_dim
     return getattr(model_config, "has_asymmetric_kv", differs)
 

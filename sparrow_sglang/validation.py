@@ -21,7 +21,6 @@ def nearest_first(word: str, known: Iterable[str], cutoff: float = 0.0) -> list[
 
 
 def unknown_key(key: object, known: Iterable[str]) -> str:
-    """The message for a key that is none of `known`."""
     names = nearest_first(str(key), known)
     return (
         f"unknown key {quoted(key, 60)}: did you mean {names[0]!r}? Known keys: {', '.join(names)}"
@@ -65,7 +64,6 @@ def _dotted(loc: Iterable[str | int]) -> str:
 
 
 def _section(model: type[BaseModel], loc: Iterable[str | int]) -> type[BaseModel]:
-    """The model nested in `model` at `loc`."""
     for part in loc:
         field = model.model_fields.get(str(part))
         annotation = field.annotation if field is not None else None

@@ -59,8 +59,7 @@ def draw(theme: str) -> None:
         "axes.titlelocation": "left",
         "axes.facecolor": "none",
         "figure.facecolor": "none",
-        "axes.edgecolor": rule,
-        "grid.color": rule,
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), rule),
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), ink),
         **dict.fromkeys(("xtick.color", "ytick.color"), ink),
     }

@@ -48,7 +48,6 @@ def store_int4_landmarks(
     LANDMARKS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Write the int4 landmarks of one full page of one KV head, in the rotary pairs `pairs`."""
     ROW: tl.constexpr = HEADS * D
     TOKENS: tl.constexpr = PAGE // LANDMARKS
     pair = pair_columns(PAIRS)
@@ -201,7 +200,6 @@ def update_landmarks_bulk(
         page_table: [bs, >= max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, cached tokens.
         prefix_lens: [bs], same dtypes: tokens whose full pages have landmarks already; 0 for all.
-        page_size: 16, 32 or 64.
         max_pages: most pages that a request has beyond its full ones of the prefix, a host number
             that sizes the grid.
     """

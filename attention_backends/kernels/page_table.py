@@ -100,9 +100,7 @@ def snapshot_page_table(
         req_pool_indices: [bs] int32 or int64, rows of req_to_token.
         seq_lens: [bs] int32 or int64.
         page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
-        page_size: 16, 32 or 64.
-        budgets: given together with `num_selected`; None where no page will be selected, as in a
-            prefill.
+        budgets: None, as is `num_selected`, where no page will be selected, as in a prefill.
         num_selected: [layers, bs] int32, as many layers as in `budgets.weights`; written: min(pages
             held, weight * min(budget of the length, cap of the request)).
         least_pages: sinks and recent pages, which no weight goes below.

@@ -417,9 +417,8 @@ def select_pages(
     Args:
         q: [bs, Hq, D], queries after RoPE; 1 to 16 query heads for each KV head.
         k_buffer: [num_slots, Hkv, D], contiguous; the current token's key is in it already.
-        landmarks: means of whole pages, by which the mean query of a group scores, or int4 ones, by
-            which the best head scores; with update_landmark those of each page that the current
-            token filled are written.
+        landmarks: with update_landmark those of each page that the current token filled are
+            written.
         page_table: [bs, max_pages] int32, physical pages.
         seq_lens: [bs] int32 or int64, the current token included.
         num_selected: [bs] int32, pages to keep of each row: all of them, or at least
@@ -427,8 +426,7 @@ def select_pages(
         page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
         recent_pages: at least 1: the page being written is never scored.
-        dependents: the next launch of the stream is `sparse_decode` with `after_select`, and
-            `checks.dependent_launch` allows it.
+        dependents: the next launch of the stream is `sparse_decode` with `after_select`.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]

@@ -115,7 +115,6 @@ class MeasuredTails:
 
 
 def interval(tail: BinTail) -> dict[str, Any]:
-    """The fields of a tail that files hold."""
     names = ("tokens", "tail", "tail_low", "tail_high", "mean")
     return {name: getattr(tail, name) for name in names}
 

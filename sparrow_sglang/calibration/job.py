@@ -133,11 +133,9 @@ class Job:
 
     @property
     def files(self) -> dict[Path, float]:
-        """Schedule files to write and their targets."""
         return dict(zip(_schedule_files(self.out, self.targets), self.targets, strict=True))
 
     def origin(self) -> dict[str, Any]:
-        """The model, and the date, machine and versions of the measurement."""
         fields = ("architectures", "hidden_size", "num_hidden_layers")
         values = {key: model_value(self.hf_config, key) for key in fields}
         return {
@@ -149,7 +147,6 @@ class Job:
 
 
 def calibration_job(options: CalibrationOptions) -> Job:
-    """The job that calibrates schedules; raises `ValueError` on options that cannot work."""
     model = _model(options)
     name = Path(options.model_path).name
     linear = linear_layers(model["hf_config"])
@@ -191,7 +188,6 @@ def calibration_job(options: CalibrationOptions) -> Job:
 
 
 def check_job(options: CalibrationOptions) -> Job:
-    """The job that checks schedules; raises `ValueError` on options that cannot work."""
     model = _model(options)
     schedules = [read_schedule(spec) for spec in options.check]
     if len({schedule.name for schedule in schedules}) < len(schedules):
@@ -297,7 +293,6 @@ def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
 
 
 def _model(options: CalibrationOptions) -> dict[str, Any]:
-    """`path`, `hf_config` and `context` of a job."""
     from transformers import AutoConfig
 
     path = model_folder(options.model_path)
@@ -369,7 +364,6 @@ def _identity(spec: str, path: str) -> str:
 
 
 def _weights(spec: str) -> str:
-    """Digest of names, sizes and times of a folder's weights; empty for other models."""
     if not Path(spec).is_dir():
         return ""
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(spec).glob(kind)]

@@ -229,7 +229,6 @@ def _measure_batch(
     measured: dict[int, Tokens],
     progress: Progress,
 ) -> None:
-    """Add to `measured` what each sample gives, as soon as it is scored."""
     count = progress.counter("measuring", len(samples), "generations")
 
     def compare(slot: int, answer: Mapping[str, Any]) -> dict[str, Any]:

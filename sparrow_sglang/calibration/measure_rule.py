@@ -70,7 +70,6 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The longest prompts, in their original order."""
     keep = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].input_ids))[:PROMPTS]
     return [prompts[i] for i in sorted(keep)]
 
@@ -90,7 +89,6 @@ def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> 
 
 
 def _even(job: Job, rule: SelectionRule) -> BudgetSchedule:
-    """All layers sparse, with a budget of the whole context."""
     layers = num_layers_of(job.hf_config)
     whole = whole_pages(job.context, job.page_size)
     return even_schedule("first", rule, layers, job.page_size, whole)
@@ -171,7 +169,6 @@ def _measured(
 
 
 def _under(job: Job, choice: RuleChoice) -> Job:
-    """The job with its budgets under the chosen rule."""
     whole, *budgets = (
         BudgetSchedule(
             **BudgetSchedule.fixed(tokens, job.page_size).model_dump()

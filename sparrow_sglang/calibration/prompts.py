@@ -14,8 +14,6 @@ from sparrow_sglang.json_values import cut, relative_note
 
 
 class Tokenize(Protocol):
-    """Token ids of a string, or of chat messages."""
-
     def __call__(
         self, text: str | list[dict[str, Any]], add_special_tokens: bool = True
     ) -> list[int]: ...
@@ -109,7 +107,6 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
 
 
 def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of a given response."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -184,7 +181,6 @@ def builtin_prompts(
 
 
 def _slice(corpus: str, chars: int, draw: random.Random) -> str:
-    """`chars` characters from a random offset, continuing at the start after the end."""
     offset = draw.randrange(len(corpus))
     return (corpus * (2 + chars // len(corpus)))[offset : offset + chars]
 
@@ -202,7 +198,6 @@ def _corpus(part: str) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over names and token ids, in order."""
     content = json.dumps([[p.name, p.input_ids, *filter(None, [p.response_ids])] for p in prompts])
     return hashlib.sha256(content.encode()).hexdigest()
 

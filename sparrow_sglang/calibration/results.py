@@ -66,7 +66,6 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
 
 
 def write_check(job: Job) -> list[dict[str, Any]]:
-    """Write how each schedule holds its target; returns the same, one report per schedule."""
     measured = job.work.by_schedule(job.samples)
     reports = [
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
@@ -173,12 +172,10 @@ def check_schedule(
 
 
 def describe(schedule: BudgetSchedule) -> str:
-    """The bins of a calibrated schedule as a table."""
     return _table(schedule.provenance["bins"], schedule.bin_tokens, "basis")
 
 
 def describe_check(report: Mapping[str, Any]) -> str:
-    """The bins of a check as a table, and whether the schedule holds its target."""
     verdict = "holds" if report["holds"] else "does not hold"
     if not any(row["verdict"] in ("holds", "fails", "undecided") for row in report["bins"]):
         verdict = "has no judged bin for"

@@ -82,7 +82,6 @@ def rule_settings(rule: SelectionRule) -> dict[str, Any]:
 def even_schedule(
     name: str, rule: SelectionRule, layers: int, page_size: int, tokens: int
 ) -> BudgetSchedule:
-    """A fixed budget of `tokens` in each of the model's layers, none dense."""
     return _weighted(name, rule, [1.0] * layers, page_size, tokens, ())
 
 
@@ -236,7 +235,6 @@ def with_weights(rule: SelectionRule, weights: Sequence[float]) -> SelectionRule
 
 
 def _tail(tokens: Sequence[Tokens]) -> BinTail:
-    """The tail of all tokens together, with a confidence interval over prompts."""
     statistics = TailStatistics()
     for each in tokens:
         statistics.add(each.prompt, np.zeros_like(each.cached), each.rates)

@@ -87,8 +87,6 @@ def plan_samples(
 
 
 class WorkFolder:
-    """Finished samples on disk, under the settings that they were made with."""
-
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Raises `CalibrationError` if the folder holds other settings or cannot be written."""
         self.path = path
@@ -142,7 +140,6 @@ class WorkFolder:
             parquet.write_table(table, draft)
 
     def by_schedule(self, samples: Sequence[Sample]) -> dict[str, list[Tokens]]:
-        """Everything measured of these samples, by the name of the schedule."""
         finished = self.load()
         measured: dict[str, list[Tokens]] = {sample.schedule.name: [] for sample in samples}
         for sample in samples:

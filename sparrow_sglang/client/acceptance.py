@@ -53,9 +53,8 @@ def score_dense(
     no cached KV, which sparse decode may have written, can enter the result; the cost is that the
     prompts are prefilled again.
 
-    Raises:
-        ValueError: an empty prompt or response, or `top_k` below 1.
-        EndpointError: the server refuses a sequence (too long, for example) or is gone.
+    Raises `ValueError` on an empty prompt or response and `top_k` below 1, `EndpointError` if the
+    server refuses a sequence or is gone.
     """
     if top_k < 1:
         raise ValueError(f"top_k={top_k}: expected 1 or more")
@@ -95,12 +94,10 @@ class BatchAcceptance:
     Means and tails are over the tokens that were decoded sparsely, see `token_bins`.
 
     Attributes:
-        mean: estimate of the mean acceptance rate; unbiased if the tokens were sampled at
-            temperature 1 without truncation. None if no token was decoded sparsely.
-        dense: dense scores of each response, in the order of the sequences.
-        bounds: bounds of each token's acceptance rate, [T] per sequence; None without top-k lists.
-        lower: tails of the lower bounds per position bin; None without top-k lists.
-        upper: as `lower`, of the upper bounds. The true tail of a bin lies between the two.
+        mean: unbiased if the tokens were sampled at temperature 1 without truncation. None if no
+            token was decoded sparsely.
+        bounds: those of each token's rate, [T] per sequence; None without top-k lists.
+        lower, upper: tails of the bounds, which enclose the true tail of a bin; None as `bounds`.
     """
 
     mean: SampledMean | None
@@ -135,9 +132,7 @@ def measure_acceptance(
         lora_path: adapter to score with; None is the base model, which is what a rollout under a
             DistillSparse adapter is compared with.
 
-    Raises:
-        ValueError: lengths differ, or `score_dense` or `acceptance_bounds` refuses an argument.
-        EndpointError: the server refuses a sequence or is gone.
+    Raises `ValueError` if lengths differ, and as `score_dense`.
     """
     if len(rollouts) != len(sequences) or not len(sequences):
         raise ValueError(

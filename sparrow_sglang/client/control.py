@@ -51,12 +51,8 @@ def set_schedule(
             which the server was started, and its dense layers must be dense.
         timeout_s: how long to wait for the running requests; without it, until the last one ends.
 
-    Raises:
-        ScheduleError: the file cannot be read or holds no schedule.
-        EndpointError: the server refused, for the reason that the message gives, or is gone.
-
-    Warns:
-        UserWarning: the schedule was calibrated for another model.
+    Raises `ScheduleError` if the file holds no schedule, `EndpointError` if the server refused or
+    is gone. Warns if the schedule was calibrated for another model.
     """
     if isinstance(schedule, str) and (schedule.endswith(".json") or os.sep in schedule):
         schedule = BudgetSchedule.from_json(schedule)
@@ -89,10 +85,8 @@ def push_adapter(
             and lora_B [out, r] of each module, floating-point, under PEFT's names.
         config: the fields of adapter_config.json; needed with tensors, not allowed with a folder.
 
-    Raises:
-        ValueError: the folder cannot be read, or `config` is missing or given beside a folder.
-        EndpointError: the server refused, for the reason that the message gives, or is gone. An
-            adapter that does not fit the server is refused before the former one is touched.
+    Raises `ValueError` if the folder cannot be read, or `config` is missing or given beside one;
+    `EndpointError` if the server refused, before it touches a former adapter, or is gone.
     """
     from safetensors.torch import save
 

@@ -56,7 +56,6 @@ class EngineEndpoint:
         self._engine = engine
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """Answers to requests that run at the same time, in the order of the requests."""
         return self._run(_all(self._one(request) for request in requests))
 
     def generate_pairs(
@@ -223,7 +222,6 @@ class HttpEndpoint:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The server's error message, taken out of its JSON body."""
     try:
         body = response.json()
     except ValueError:

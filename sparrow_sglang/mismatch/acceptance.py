@@ -154,7 +154,6 @@ def _log_normaliser(
 def _as_lists(
     side: str, ids: ArrayLike, logprobs: ArrayLike
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids and probabilities of one side, checked."""
     tokens = np.asarray(ids, dtype=np.int64)
     probs = np.exp(np.asarray(logprobs, dtype=np.float64))
     if tokens.ndim != 2 or tokens.shape != probs.shape or not tokens.shape[1]:

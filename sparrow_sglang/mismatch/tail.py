@@ -58,15 +58,11 @@ class TailStatistics:
         self._sums: dict[int, NDArray[np.float64]] = {}
 
     def add(self, cluster: str, bins: ArrayLike, alpha: ArrayLike) -> None:
-        """Count the tokens of one response.
+        """Count the tokens of one response; `cluster` names its prompt.
 
-        Args:
-            cluster: names the prompt; all samples of a prompt resemble each other.
-            bins: [T], as `token_bins` gives them; tokens with `NOT_COUNTED` are left out.
-            alpha: [T], acceptance rates, exact or bounds, but one kind in one instance.
-
-        Raises:
-            ValueError: lengths differ, a bin is below -1 or a rate is outside [0, 1].
+        `bins` [T] are those of `token_bins`; `alpha` [T] are acceptance rates, exact or bounds, but
+        one kind in one instance. Raises `ValueError` if lengths differ, a bin is below -1 or a rate
+        is outside [0, 1].
         """
         rates = _checked_alpha(alpha)
         of_tokens = np.asarray(bins, dtype=np.int64)
@@ -90,7 +86,6 @@ class TailStatistics:
         return {index: int(self._counts[index].sum()) for index in sorted(self._counts)}
 
     def bins(self, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95) -> list[BinTail]:
-        """One `BinTail` per filled bin, by position; see `bin`."""
         return [self.bin(index, percentile, confidence) for index in sorted(self._counts)]
 
     def bin(

@@ -59,9 +59,6 @@ class LinearAttention:
 
     Each of `value_heads` keeps a state of key_dim x value_dim numbers in fp32, and a convolution
     keeps the latest `conv_tokens` - 1 of its inputs in 16 bits, as SGLang does by default.
-
-    Attributes:
-        layers: those that have it.
     """
 
     layers: tuple[int, ...]
@@ -110,10 +107,7 @@ class ModelShape:
     Attributes:
         intermediate_size: width of the MLP in layers without experts; 0 if all have experts.
         window_layers: layers that attend to the latest `window_tokens` tokens only.
-        window_tokens: 0 where there are none.
-        linear: None for a model without linear attention; with it, the other layers' attention has
-            a gate as wide as its queries.
-        experts: None for a dense model.
+        linear: with it, the other layers' attention has a gate as wide as its queries.
         kv_itemsize: bytes of a number in the KV cache, 2 or 1.
     """
 
@@ -250,13 +244,11 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim
 
     def dense_layers(self, schedule: BudgetSchedule) -> int:
-        """How many of the layers that keep the whole KV are dense under `schedule`."""
         dense = set(schedule.dense_layers) - set(self.partial_layers)
         return sum(layer < self.num_layers for layer in dense)
 
     @property
     def partial_layers(self) -> tuple[int, ...]:
-        """Layers with a sliding window or linear attention."""
         return self.window_layers + (self.linear.layers if self.linear else ())
 
 
