@@ -25,7 +25,7 @@ from sparrow_sglang.planning.step_time import (
     step_bytes,
     step_time,
 )
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, read_schedule, schedule_for_model
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
@@ -109,8 +109,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--schedule",
         default=AUTO,
-        help="shipped name, path to a .json file, fixed-<tokens>, or auto for the model's own"
-        " (default: %(default)s)",
+        help="shipped name, path to a .json file, fixed-<tokens>, or auto for the model's own,"
+        " drafts where none fits (default: %(default)s)",
     )
     add(
         "--page-size",
@@ -219,6 +219,9 @@ def _shipped_config(name: str) -> Path | None:
 
 def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
     if spec == AUTO:
-        return schedule_for_model(config, page_size, "--schedule")
+        try:
+            return schedule_for_model(config, page_size)
+        except ScheduleError:
+            return BudgetSchedule.drafts(page_size)
     # A file has its own page size, and there is no server yet whose page size could differ.
     return read_schedule(spec) if spec.endswith(".json") else load_schedule(spec, page_size)

@@ -56,6 +56,11 @@ def test_lossless_is_dense_where_drafts_do_not_pay(plan: Plan) -> None:
     assert rows(plan("--length", "2048", "--batch", "1"))[2048][5:] == ["dense"]
 
 
+def test_lossless_needs_no_schedule_of_the_model(plan: Plan) -> None:
+    model = str(MODELS / "qwen2.5-coder-1.5b")
+    assert plan(model=model) == plan("--schedule", "drafts", model=model)
+
+
 def test_no_gain_and_its_reason(plan: Plan) -> None:
     text = plan("--length", "300", "--schedule", "fixed-512")
     assert "no gain" in text and "nothing is sparse at 300 tokens" in text
