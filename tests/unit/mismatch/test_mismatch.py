@@ -167,11 +167,3 @@ class TestSampled:
         tail = np.percentile(alpha, 5)
         not_the_tail = np.percentile(np.minimum(1, np.exp(dense_log - sparse_log)), 5)
         assert not_the_tail < tail - 0.1
-
-    def test_one_token_has_no_spread_and_none_is_refused(self) -> None:
-        one = mean_acceptance_from_samples([-1.0], [-1.0 + math.log(0.25)])
-        assert (one.mean, one.standard_error) == (pytest.approx(0.25), math.inf)
-        with pytest.raises(ValueError, match="sparse_logprobs"):
-            mean_acceptance_from_samples([], [])
-        with pytest.raises(ValueError, match="sparse_logprobs"):
-            mean_acceptance_from_samples([-math.inf], [-1.0])
