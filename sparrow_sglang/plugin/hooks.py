@@ -1,9 +1,8 @@
 """The table of hooks: which functions of SGLang are changed, by which of ours, and how.
 
 SGLang's plugin framework puts a function of ours BEFORE, AFTER or AROUND one of its own, or in its
-place (REPLACE). Each function's docstring says why it is needed. Except for `CPU_HOOKS`, which
-belong to our CPU platform, all do nothing in a process with another attention backend. Changes to
-`ServerArgs` are made by `sparrow_sglang.plugin.server_args`, before there are hooks.
+place (REPLACE). Except for `CPU_HOOKS`, which belong to our CPU platform, all do nothing in a
+process with another attention backend. `plugin.server_args` changes `ServerArgs`, before that.
 """
 
 import inspect
@@ -118,7 +117,6 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     (f"{_LORA}.fetch_new_loras", "AROUND", fallbacks.without_pinned_memory),
 ))
 # fmt: on
-
 
 _OF_STREAMS = (request_hooks.wrap_generate_request, request_hooks.report_in_stream)
 

@@ -1,9 +1,8 @@
 """What a tokenised request must be like before it leaves the launching process.
 
-SGLang's schedulers trust what they receive: a field of another type, a number that a tensor of 32
-bits cannot hold or an index outside the prompt ends the scheduler, and with it all requests.
-So each field is compared here with the type that SGLang's own class gives it, and with a range.
-Fields that would keep a process busy for seconds are bounded.
+SGLang's schedulers trust what they receive: a field of another type, or a number out of range, ends
+the scheduler, and with it all requests. So each field is compared here with the type that SGLang's
+own class gives it, and with a range. Fields that would keep a process busy for seconds are bounded.
 """
 
 import math
@@ -26,14 +25,11 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES = 1024
 """Largest `n`: SGLang prepares all samples of a prompt at once, and serves nobody meanwhile."""
-
 MAX_REQUESTS = 4096
 """Largest number of prompts times `n` in one call, for the same reason."""
-
 MAX_LOGPROBS = 2**22
-"""Largest number of log-probs beside those of the tokens themselves, over all positions of a
-request; SGLang makes a Python tuple of each, in the process that serves everybody. Lists of
-`FREE_LOGPROBS` may be of any length."""
+"""Largest number of listed log-probs over all positions of a request: SGLang makes a Python tuple
+of each, in the process that serves everybody. `FREE_LOGPROBS` per position are always allowed."""
 FREE_LOGPROBS = 20
 
 UNREADABLE = (
@@ -59,11 +55,7 @@ _FLOAT32 = _Range(-float(np.finfo(np.float32).max), float(np.finfo(np.float32).m
 
 
 def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
-    """Ranges of the fields that another one applies to than that of 32 bits.
-
-    Biases are divided by repetition penalty and temperature, down to 1e-6 each, and must stay
-    finite in 32 bits.
-    """
+    """Ranges other than that of 32 bits."""
     token_ids = _Range(0, vocab_size - 1, "token ids of the model")
     of_the_prompt = _Range(0, prompt_tokens - 1, "positions in the prompt")
     return {
@@ -78,16 +70,14 @@ def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
         "stream_interval": _Range(1, 2**31 - 1, "a whole number"),
         "sampling_seed": _INT64,
         "bootstrap_room": _INT64,
+        # Divided by repetition penalty and temperature, down to 1e-6 each, they must stay finite.
         "logit_bias": _Range(-1e20, 1e20),
         "repetition_penalty": _Range(1e-6, 2.0),
     }
 
 
 def require_samples(request: Any) -> None:
-    """Raise `RequestError` unless each `n` is 1 to MAX_SAMPLES, and all within MAX_REQUESTS.
-
-    Checked before SGLang makes the samples; it fails on strings and treats 0 as 1.
-    """
+    """Raise `RequestError` unless each `n` is 1 to MAX_SAMPLES, and all within MAX_REQUESTS."""
     given = getattr(request, "sampling_params", None)
     samples = 1
     for parameters in given if isinstance(given, list) else [given]:
@@ -107,7 +97,7 @@ def require_samples(request: Any) -> None:
 
 
 def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> None:
-    """Raise `RequestError` unless each field has its type and lies in its range."""
+    """Raise `RequestError` unless each field has its type and range."""
     prompt = request.input_ids if request.input_ids is not None else request.input_embeds
     if not prompt and request.mm_inputs is None:
         raise RequestError("input_ids=[]: expected one token or more in every prompt")
@@ -134,8 +124,8 @@ def _require_logprobs(request: "TokenizedGenerateReqInput", prompt_tokens: int) 
     positions = 1 + (prompt_tokens - start if start >= 0 else 0)
     if request.return_logprob and listed > FREE_LOGPROBS and listed * positions > MAX_LOGPROBS:
         raise RequestError(
-            f"{listed} log-probs at {positions} positions of the prompt: expected"
-            f" {MAX_LOGPROBS} at most, or {FREE_LOGPROBS} at each position"
+            f"{listed} log-probs at {positions} positions: expected {MAX_LOGPROBS} at most, or"
+            f" {FREE_LOGPROBS} at each position"
         )
 
 
@@ -190,10 +180,7 @@ def _is_slow(parts: Any, repeats: int, follows: bool) -> tuple[bool, bool]:
 
 
 def _require_round_trip(request: Any) -> None:
-    """Raise `RequestError` unless the scheduler can decode the message that carries `request`.
-
-    Objects of SGLang's inside it, such as those of sessions, check no types when they are made.
-    """
+    """Raise `RequestError` unless the scheduler can decode the message that carries `request`."""
     from sglang.srt.managers import io_struct
 
     plain = copy(request)
@@ -210,8 +197,8 @@ def _require_round_trip(request: Any) -> None:
 def unreadable(error: Exception) -> RequestError:
     """The error for a request on which SGLang raised one of UNREADABLE."""
     return RequestError(
-        f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected"
-        " fields of the types that SGLang's GenerateReqInput and SamplingParams have"
+        f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected the"
+        " types of SGLang's GenerateReqInput and SamplingParams"
     )
 
 
@@ -274,5 +261,5 @@ def _number(value: float) -> str:
 
 
 def _shown(name: str) -> str:
-    """The name by which users give the field."""
+    """The name that users know."""
     return name.replace("_strs", "")

@@ -1,8 +1,7 @@
 """Hooks of the launching process that check each request and report the KV read in its answer.
 
-SGLang answers their errors with HTTP 400; without the checks it would answer with HTTP 500, or its
-scheduler would end. The KV read is computed from the token counts in the answers, so the schedulers
-do nothing for it.
+SGLang answers their errors with HTTP 400. The KV read is computed from the token counts in the
+answers, so the schedulers do nothing for it.
 """
 
 import json
@@ -45,8 +44,7 @@ def wrap_generate_request(
 ) -> Any:
     """AROUND hook: turn errors of a wrong request into ValueErrors; add `meta_info["sparrow"]`.
 
-    The entry is added only if the request asks for it. All requests, of `Engine.generate` and of
-    every route, pass through `generate_request`.
+    All requests, of `Engine.generate` and of every route, pass through `generate_request`.
     """
     answers = original(manager, request, *args, **kw)
     return answers if server_state(manager) is None else _wrapped_answers(answers, request)
@@ -55,13 +53,10 @@ def wrap_generate_request(
 def check_request(
     request: Any, manager: "TokenizerManager", given: Any, *args: Any, **kw: Any
 ) -> None:
-    """AFTER hook: refuse a request that asks for something this server does not have.
+    """AFTER hook: refuse a request that this server cannot serve, and store its option.
 
-    Stores the request's option, which stays valid: from here until the request is finished the
-    schedule cannot be switched. Every part of a request passes through `_create_tokenized_object`.
-
-    Raises:
-        RequestError: see `RequestOption.read` and `require_servable`.
+    The option stays valid, as the schedule cannot be switched until the request is finished. Every
+    part of a request passes through `_create_tokenized_object`. Raises `RequestError`.
     """
     state = server_state(manager)
     if state is None:
@@ -71,21 +66,20 @@ def check_request(
     )
     if state.released:
         raise RequestError(
-            f"memory is released ({', '.join(sorted(state.released))}): expected requests after"
-            " /resume_memory_occupation only"
+            f"memory is released ({', '.join(sorted(state.released))}): call"
+            " /resume_memory_occupation first"
         )
     if state.has_old_prefixes:
         # Once for each update.
         state.has_old_prefixes = False
         logger.warning(
-            "weights were updated, and the prefix cache was not emptied since: requests take KV of"
-            " the old weights out of it; call /flush_cache after an update"
+            "requests take KV of the old weights out of the prefix cache: call /flush_cache after"
+            " an update"
         )
     state.has_prefixes = True
     if getattr(request, "lora_id", None) is not None and not given.lora_path:
         raise RequestError(
-            f"lora_id={quoted(request.lora_id)}: SGLang sets it; expected the name of an adapter in"
-            " lora_path"
+            f"lora_id={quoted(request.lora_id)}: expected an adapter's name in lora_path instead"
         )
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
@@ -136,8 +130,7 @@ async def _wrapped_answers(answers: Any, request: Any) -> AsyncIterator[Any]:
             raise unreadable(error) from error
         finally:
             if not hasattr(request, "is_single"):
-                # SGLang reads the attribute when a stream is over, even if it could not read the
-                # request and has not set it.
+                # SGLang reads it when a stream is over, even if it could not read the request.
                 request.is_single = True
 
 
@@ -171,8 +164,7 @@ async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
 
 
 def _require_begun(answer: Any) -> None:
-    """Raise `RequestError` if a stream begins with a refusal of the scheduler's, as SGLang does for
-    requests that are not streamed."""
+    """Raise `RequestError` if a stream begins with a refusal of the scheduler's."""
     for output in answer if isinstance(answer, list) else [answer]:
         reason = output["meta_info"].get("finish_reason")
         if isinstance(reason, dict) and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
@@ -190,14 +182,12 @@ def show_requests(manager: "TokenizerManager", requests: Any) -> None:
 
 
 def show_outputs(manager: "TokenizerManager", outputs: Any) -> None:
-    """BEFORE hook: show the auditor outputs before SGLang turns them into the users' answers.
-
-    An error here would end the loop in which SGLang reads all answers, and so the server.
-    """
+    """BEFORE hook: show the auditor outputs before SGLang turns them into the users' answers."""
     state = server_state(manager)
     if state is not None and (auditor := state.auditor) is not None:
         try:
             if hasattr(outputs, "output_ids"):
                 auditor.on_outputs(outputs)
         except Exception as error:
+            # It would end the loop in which SGLang reads all answers.
             auditor.switch_off(error)

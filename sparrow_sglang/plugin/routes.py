@@ -40,10 +40,7 @@ _ERROR_EVENT = b'data: {"error":'
 
 
 def add_routes(app: "FastAPI") -> None:
-    """Add /sparrow/<call>, behind the same keys as SGLang's own control routes, at most once.
-
-    Also wraps the routes of requests, see `with_checks`.
-    """
+    """Add /sparrow/<call>, behind the keys of SGLang's control routes; wrap routes of requests."""
     from fastapi import Request
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -66,11 +63,10 @@ def add_routes(app: "FastAPI") -> None:
 
 
 def with_checks(app: AsgiApp, path: str) -> AsgiApp:
-    """Wrap the app of a route of requests.
+    """Wrap the app of a route of requests: refuse misplaced options, give errors one shape.
 
-    A misplaced option is refused. A stream that begins with an error becomes a response with the
-    error's status, as SGLang checks some requests only after it has sent the status 200. SGLang's
-    flat errors get the shape of all others.
+    A stream that begins with an error becomes a response with the error's status, as SGLang checks
+    some requests only after it has sent the status 200.
     """
 
     async def answer(scope: Message, receive: Receive, send: Send) -> None:
@@ -92,7 +88,7 @@ def with_checks(app: AsgiApp, path: str) -> AsgiApp:
 
 
 class _CheckedSend:
-    """Sends the messages of one response, unless they are an error to be sent in our shape."""
+    """Sends the messages of one response, or its error in our shape."""
 
     def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -188,7 +184,6 @@ async def _handle(name: str, request: "Request") -> "Response":
 
 
 def _fields(call: Callable[..., Any], content: bytes) -> dict[str, Any]:
-    """The arguments of a call in a JSON body."""
     expected = f"expected a JSON object of {', '.join(inspect.signature(call).parameters)}"
     try:
         fields = json.loads(content)

@@ -12,6 +12,7 @@ from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import resolved, rows_of_graphs
+from sparrow_sglang.sglang_install import INSTALL
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -35,9 +36,8 @@ def remember_options(
 
     Also announces decode batches to the guard, which refuses those that bypass the backend.
 
-    A step that is replayed from a CUDA graph knows of a request only its row in the token table.
-    The row is assigned before the first prefill pass, also after a retraction. `init_new` runs on
-    the stream of the forward pass that it prepares.
+    A step that is replayed from a CUDA graph knows of a request only its row in the token table,
+    which is assigned before the first prefill pass. `init_new` runs on the stream of its pass.
     """
     if PROCESS.scheduler is None:
         _require_another_backend(model_runner)
@@ -57,9 +57,8 @@ def _require_another_backend(model_runner: "ModelRunner") -> None:
     """Raise if our backend is selected but this scheduler never built it; checks only once."""
     if uses_sparrow(model_runner.server_args):
         raise SparrowError(
-            f"SGLang serves by {type(model_runner.attn_backend).__name__} although"
-            f" attention_backend={BACKEND!r} was asked for: it would decode densely; choose another"
-            " --attention-backend, or an SGLang that sparrow-sglang runs with"
+            f"attention_backend={BACKEND!r}: SGLang serves by"
+            f" {type(model_runner.attn_backend).__name__}, densely; {INSTALL}"
         )
 
 
@@ -75,7 +74,6 @@ def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "A
         for name in ("running_mbs", "mbs", "last_mbs"):
             batches += getattr(scheduler, name, None) or ()
         held = [req for batch in batches if batch is not None for req in batch.reqs]
-        # Older versions have the second queue in the scheduler itself.
         grammars = getattr(scheduler, "grammar_manager", scheduler)
         held += [*scheduler.waiting_queue, *getattr(grammars, "grammar_queue", ())]
         if (chunked := getattr(scheduler, "chunked_req", None)) is not None:
@@ -140,10 +138,7 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
 def reserve_landmarks(
     bytes_per_token: int, configurator: Any, kvc: "KVCacheConfigurator", num_layers: int
 ) -> int | None:
-    """AFTER hook: the KV pool takes all memory it may, so count a token's share of landmarks too.
-
-    The result is the size of one token in the KV pool, in bytes.
-    """
+    """AFTER hook: the bytes of a token in the KV pool, with its share of landmarks."""
     if not uses_sparrow(kvc.server_args):
         return None
     return bytes_per_token + _landmark_bytes(kvc)
@@ -152,10 +147,10 @@ def reserve_landmarks(
 def reserve_landmarks_beside_windows(
     _: None, configurator: Any, kvc: "KVCacheConfigurator", *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook: as `reserve_landmarks`, where SGLang has a pool for sliding windows and another.
+    """AFTER hook: as `reserve_landmarks`, where sliding windows have a pool of their own.
 
-    The pools are sized by the two byte counts per token that are changed here: one per layer that
-    keeps the whole KV, and one over all layers.
+    The pools are sized by two byte counts per token: per layer that keeps the whole KV, and over
+    all layers.
     """
     if not uses_sparrow(kvc.server_args):
         return
@@ -185,12 +180,10 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
 def reserve_decode_buffers(
     available_bytes: int, kvc: "KVCacheConfigurator", pre_model_load_memory: float
 ) -> int | None:
-    """AFTER hook: the buffers of the decode step are allocated after the KV pool, so leave room.
+    """AFTER hook: the bytes of GPU memory that the KV pool may take, without the decode buffers.
 
-    They grow with the largest batch times the longest sequence: half a GiB for 512 requests of 256K
-    tokens and 8 KV heads. The size is an upper limit, as the number of requests is not known yet.
-
-    The result is the GPU memory that the KV pool may take, in bytes.
+    These are allocated later, and grow with the largest batch times the longest sequence: half a
+    GiB for 512 requests of 256K tokens and 8 KV heads.
     """
     if kvc.device != "cuda" or not uses_sparrow(kvc.server_args):
         return None

@@ -80,15 +80,13 @@ class SchedulerState:
     )
 
     def option(self, req: "Req") -> RequestOption:
-        """The option of a request, read at its first prefill.
-
-        An option that cannot be read counts as none here: the launching process refuses it.
-        """
+        """The option of a request, read at its first prefill."""
         option, active = self._options.get(req), self.budgets.schedule
         if option is None:
             try:
                 option = RequestOption.read(req.sampling_params.custom_params, active)
             except RequestError:
+                # The launching process refuses the request.
                 option = RequestOption(active)
             self._options[req] = option
         return option
@@ -111,13 +109,7 @@ class Hook(NamedTuple):
 
 @dataclass
 class ProcessState:
-    """Outcome of the registration in this process, and the scheduler that runs in it.
-
-    Attributes:
-        hooks: the hooks that SGLang was told to apply.
-        error: why the registration failed, None if it did not.
-        scheduler: None in other processes, and until the backend has been built.
-    """
+    """Outcome of the registration in this process, and its scheduler once the backend is built."""
 
     hooks: tuple[Hook, ...] = ()
     error: Exception | None = None
@@ -134,12 +126,10 @@ def server_state(manager: Any) -> ServerState | None:
 
 
 def require_server_state(manager: Any) -> ServerState:
-    """As `server_state`, where the server is known to decode sparsely."""
     state: ServerState = getattr(manager, ATTRIBUTE)
     return state
 
 
 def require_scheduler_state() -> SchedulerState:
-    """The state of this process' scheduler, once the attention backend has been built."""
     assert PROCESS.scheduler is not None, "the attention backend has not been built in this process"
     return PROCESS.scheduler

@@ -1,7 +1,4 @@
-"""Hooks for SGLang on a machine without an accelerator.
-
-`sparrow_sglang.plugin.hooks` lists the target of each function.
-"""
+"""Hooks for SGLang on a machine without an accelerator."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,8 +33,7 @@ def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook: SGLang releases memory on the device that torch names, and torch 2.14, of
-    SGLang 0.5.23, names CUDA on a machine without a GPU."""
+    """AROUND hook: SGLang releases memory on the device that torch names; 2.14 names CUDA."""
     with mock.patch.object(torch, "get_device_module", lambda device=None: torch.cpu):
         return original(*args, **kwargs)
 
@@ -83,7 +79,7 @@ def assign_slots(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """REPLACE hook: SGLang launches a Triton kernel to write the slots of a round (0.5.23)."""
+    """REPLACE hook: SGLang launches a Triton kernel to write the slots of a round."""
     spans = zip(start_offset.tolist(), end_offset.tolist(), strict=True)
     rows = torch.cat([torch.arange(start, end) for start, end in spans])
     requests = req_pool_indices.long().repeat_interleave(end_offset - start_offset)

@@ -1,8 +1,7 @@
 """Stock SGLang on a machine without an accelerator, in plain torch.
 
-SGLang's own CPU engine needs Intel AMX and its kernels; its other platforms need a device. This
-platform replaces the Triton kernels (page allocation, last locations, positions) by torch, and
-keeps LoRA from asking for pinned memory. Attention is SGLang's torch_native, or `sparrow`.
+SGLang's own CPU engine needs Intel AMX; its other platforms need a device. This platform replaces
+Triton kernels by torch. Attention is SGLang's torch_native, or `sparrow`.
 """
 
 from typing import TYPE_CHECKING, Any
