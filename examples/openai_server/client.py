@@ -51,11 +51,7 @@ def complete(client: openai.OpenAI, model: str) -> None:
 
 def budgets(client: openai.OpenAI, model: str) -> None:
     """Send one prompt at once under the server's default, densely, and with smaller KV budgets."""
-    options: list[dict[str, Any]] = [
-        {},
-        {"dense": True},
-        {"kv_budget_tokens": 128},
-    ]
+    options: list[dict[str, Any]] = [{}, {"dense": True}, {"kv_budget_tokens": 128}]
 
     def ask(option: dict[str, Any]) -> str:
         answer = client.completions.create(

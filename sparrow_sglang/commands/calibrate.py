@@ -41,7 +41,6 @@ These take minutes on a GPU and hours on a CPU. A first try on two cores, some t
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `calibrate` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "calibrate",
         description="Generate responses under several fixed KV budgets, score them densely, and"
@@ -51,69 +50,35 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, default = parser.add_argument, CalibrationOptions()
+    shown_default = "(default %(default)s)"
     add(
         "--model-path",
         default=default.model_path,
-        help="folder or Hugging Face name (default %(default)s)",
+        help=f"folder or name on the hub {shown_default}",
     )
-    add(
-        "--prompts",
-        type=Path,
-        help="JSONL file of prompts, each with prompt, messages or input_ids; default: built in",
-    )
-    add(
-        "--target",
-        type=float,
-        nargs="+",
-        default=(),
-        help="tail percentiles of the acceptance rate to reach, one schedule each (default"
-        f" {DEFAULT_TARGET})",
-    )
-    add(
-        "--out",
-        type=Path,
-        help="schedule file to write; with several targets, -TARGET goes before .json",
-    )
-    add(
-        "--check",
-        nargs="+",
-        default=(),
-        metavar="SCHEDULE",
-        help="do not calibrate, but measure whether these schedules, files or shipped names, hold"
-        " their targets",
-    )
-    add(
-        "--work",
-        type=Path,
-        help="folder for measurements, from which a run resumes; default: beside --out",
-    )
-    add(
-        "--budgets",
-        type=int,
-        nargs="+",
-        default=(),
-        help="KV budgets to measure, in tokens; default: 128 to 24576",
-    )
+    prompts = "JSONL file of prompts, each with prompt, messages or input_ids; default: built in"
+    add("--prompts", type=Path, help=prompts)
+    targets = f"tail percentiles to reach, one schedule each (default {DEFAULT_TARGET})"
+    add("--target", type=float, nargs="+", default=(), help=targets)
+    out = "schedule file to write; with several targets, -TARGET goes before .json"
+    add("--out", type=Path, help=out)
+    check = "measure whether these schedules, files or shipped names, hold their targets"
+    add("--check", nargs="+", default=(), metavar="SCHEDULE", help=check)
+    work = "folder for measurements, from which a run resumes; default: beside --out"
+    add("--work", type=Path, help=work)
+    budgets = "KV budgets to measure, in tokens; default: 128 to 24576"
+    add("--budgets", type=int, nargs="+", default=(), help=budgets)
     add(
         "--rule",
         choices=RULES,
         default=default.rule,
-        help="how pages are selected. calibrated (default, except with linear attention): with"
-        " rotary pairs of int4 landmarks, layer budgets and dense layers that are measured for the"
-        " model. published: as in the paper, with the same budget in each layer",
+        help="calibrated (default, except with linear attention): int4 landmarks, layer budgets and"
+        " dense layers measured for the model. published: as in the paper",
     )
-    add(
-        "--page-size",
-        type=int,
-        choices=PAGE_SIZES,
-        default=default.page_size,
-        help="tokens per page (default %(default)s)",
-    )
-    add(
-        "--bin-tokens",
-        type=int,
-        help="positions per bin; default about 2000, or 1024 up to a context of 16384",
-    )
+    tokens = f"tokens per page {shown_default}"
+    add("--page-size", type=int, choices=PAGE_SIZES, default=default.page_size, help=tokens)
+    bins = "positions per bin; default about 2000, or 1024 up to a context of 16384"
+    add("--bin-tokens", type=int, help=bins)
     counts: dict[str, tuple[Callable[[str], int], str]] = {
         "new-tokens": (at_least(2), "most new tokens per generation"),
         "samples": (count, "generations per prompt and budget"),
@@ -122,19 +87,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "batch": (count, "generations at the same time"),
         "seed": (int, "seed of built-in prompts and of sampling"),
     }
-    for name, (kind, words) in counts.items():
+    for name, (kind, what) in counts.items():
         value = getattr(default, name.replace("-", "_"))
-        add(f"--{name}", type=kind, default=value, help=f"{words} (default %(default)s)")
+        add(f"--{name}", type=kind, default=value, help=f"{what} {shown_default}")
     add("--engine-args", default="{}", help="further arguments of sglang.Engine, a JSON object")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate or check; the exit code is 1 if a checked schedule does not hold its target.
-
-    Raises `ValueError` (`CalibrationError`, `ScheduleError`) or `ModelError`.
-    """
+    """Calibrate or check; the exit code is 1 if a checked schedule does not hold its target."""
     names = {each.name for each in fields(CalibrationOptions)}
     options = CalibrationOptions(**{k: v for k, v in vars(args).items() if k in names})
     options.require_files()

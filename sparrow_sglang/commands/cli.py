@@ -1,4 +1,4 @@
-"""The command `sparrow`: parse, call, print."""
+"""The command `sparrow`."""
 
 import argparse
 import sys
@@ -32,9 +32,8 @@ sparrow COMMAND --help explains a command and its options.
 """
 
 DOCTOR_HELP = """\
-Check whether sparse decode works here, in the order in which a server would fail: versions, entry
-points, environment, plugin, platform, model, its files, schedule, port. Prints one line per check,
-and ends with exit code 1 if one failed. Takes the flags of `sparrow serve`; loads no weights.
+Check whether sparse decode works here, one line per check, in the order in which a server would
+fail; the exit code is 1 if one failed. Takes the flags of `sparrow serve`; loads no weights.
 """
 
 DOCTOR_EPILOG = """\
@@ -45,18 +44,15 @@ examples:
 """
 
 BENCH_HELP = """\
-Measure on this machine's NVIDIA GPU. Nothing is downloaded: weights and KV are random, in the
-shapes of real models (Qwen3-1.7B by default). Results go to a JSON file, with device, versions and
-commit.
+Measure on this machine's NVIDIA GPU. Weights and KV are random, in the shapes of real models
+(Qwen3-1.7B by default). Results go to a JSON file, with device, versions and commit.
 
-  step      prefill and a whole decode step of SGLang, dense and sparse, for chosen batches and
-            lengths; takes minutes per model and nearly all memory of the GPU
+  step      prefill and a decode step of SGLang, dense and sparse, for chosen batches and lengths
   kernels   the kernels of one layer, compared with the memory bandwidth
-  rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense:
-            seconds to the first token and to the last, tokens/s over time; takes minutes
+  rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense;
+            with --model-path your own model, also without a GPU
 
-rollout also takes your own model, with --model-path, and then needs no GPU. To measure a server,
-run SGLang's python -m sglang.bench_serving against it.
+To measure a server, run SGLang's python -m sglang.bench_serving against it.
 """
 
 BENCH_EPILOG = """\
@@ -66,8 +62,7 @@ examples:
   sparrow bench rollout --sequences 64 --mean-tokens 8192
   sparrow bench kernels
 
-16x32768 means 16 sequences of 32768 cached tokens each. sparrow bench step --help lists the
-options of step; the other benchmarks have a --help, too.
+16x32768 means 16 sequences of 32768 cached tokens each. Each benchmark has a --help.
 """
 
 BENCHMARKS = ("step", "kernels", "rollout")
@@ -125,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["doctor"] and not {"-h", "--help"} & set(words):
         return _doctor(words[1:])
     if words[:1] == ["bench"] and words[1:2] and words[1] in BENCHMARKS:
-        return _bench(words[1], words[2:])
+        benchmark = import_module(f"sparrow_sglang.benchmarks.{words[1]}")
+        return int(benchmark.main(words[2:]))
     parser = parser_for(words[0] if words else None)
     args = parser.parse_args(words)
     if args.command not in COMMANDS:
@@ -169,19 +165,13 @@ def _doctor(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        code: int = args.run(args)
+        return int(args.run(args))
     except (ValueError, SparrowError, OSError) as error:
         print(f"sparrow {args.command}: error: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"sparrow {args.command}: stopped", file=sys.stderr)
         return 130
-    return code
-
-
-def _bench(benchmark: str, argv: Sequence[str]) -> int:
-    code: int = import_module(f"sparrow_sglang.benchmarks.{benchmark}").main(argv)
-    return code
 
 
 if __name__ == "__main__":

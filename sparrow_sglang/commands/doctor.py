@@ -1,7 +1,6 @@
 """`sparrow doctor`: does sparse decode work with this machine, this SGLang and this model?
 
-SGLang only logs errors of a plugin, so this command looks for them. What needs no SGLang is checked
-before it is imported, which takes ten seconds.
+What needs no SGLang is checked before it is imported, which takes ten seconds.
 """
 
 import os
@@ -53,11 +52,8 @@ if TYPE_CHECKING:
 ENTRY_POINTS = {"sglang.srt.plugins": "sparrow", "sglang.srt.platforms": "sparrow_cpu"}
 PACKAGES = ("sparrow-sglang", "torch", "transformers", "triton", "flashinfer-python")
 VARIABLES = (
-    "SGLANG_PLUGINS",
-    "SGLANG_PLATFORM",
-    "SGLANG_USE_CPU_ENGINE",
-    SCHEDULE_VARIABLE,
-    "SPARROW_CACHE",
+    *("SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"),
+    *(SCHEDULE_VARIABLE, "SPARROW_CACHE"),
 )
 # The other ones are set by this package itself, or by its developers.
 _KNOWN = (
@@ -140,7 +136,7 @@ def _check_environment() -> Check:
 
 def _check_plugin() -> Check:
     try:
-        # SGLang's dependencies are installed separately, and any of them may be missing.
+        # Any of SGLang's dependencies may be missing.
         import_module("sglang.srt.server_args")
     except ImportError as error:
         return Check("FAIL", "plugin", import_problem(error))
@@ -240,8 +236,8 @@ def _check_gain(
         return Check(
             "ok" if gain >= NO_GAIN else "WARN",
             "gain",
-            f"{detail} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()}, if drafts are"
-            f" accepted at a rate of {_ACCEPTANCE})",
+            f"{detail} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()}, acceptance rate"
+            f" {_ACCEPTANCE})",
         )
     status = "ok" if plan.speedup(longest) >= NO_GAIN else "WARN"
     detail = f"{plan.verdict([longest])} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()})"

@@ -1,7 +1,4 @@
-"""`sparrow plan`: predicted times of decode steps, dense, sparse and lossless, and where they go.
-
-Needs no GPU and imports neither torch nor SGLang.
-"""
+"""`sparrow plan`: predicted times of decode steps; imports neither torch nor SGLang."""
 
 import argparse
 import dataclasses
@@ -18,13 +15,7 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.step_time import (
-    GPUS,
-    constants,
-    lossless_ms,
-    step_bytes,
-    step_time,
-)
+from sparrow_sglang.planning.step_time import GPUS, constants, lossless_ms, step_bytes, step_time
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, read_schedule, schedule_for_model
 
@@ -94,51 +85,30 @@ class Plan:
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `plan` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         description="Predict from a model's shapes and measured steps how long a decode step takes,"
         " dense, sparse and lossless. Needs no GPU.",
     )
     add = parser.add_argument
-    add(
-        "--model-path",
-        required=True,
-        help="folder with a config.json, smollm2-135m, or a name on the hub",
-    )
-    add(
-        "--schedule",
-        default=AUTO,
-        help="shipped name, path to a .json file, fixed-<tokens>, or auto for the model's own,"
-        " drafts where none fits (default: %(default)s)",
-    )
-    add(
-        "--page-size",
-        type=int,
-        default=PAGE_SIZE,
-        help="tokens per page of named and fixed schedules (default: %(default)s)",
-    )
+    shown_default = "(default: %(default)s)"
+    model = "folder with a config.json, smollm2-135m, or a name on the hub"
+    add("--model-path", required=True, help=model)
+    schedule = "shipped name, .json file, fixed-<tokens>, or auto: the model's own, else drafts"
+    add("--schedule", default=AUTO, help=f"{schedule} {shown_default}")
+    page = f"tokens per page of named and fixed schedules {shown_default}"
+    add("--page-size", type=int, default=PAGE_SIZE, help=page)
     add("--length", type=count, nargs="+", help="cached tokens of a sequence; each gets a row")
-    add(
-        "--batch",
-        type=count,
-        default=16,
-        help="sequences that decode together on one GPU (default: %(default)s)",
-    )
-    add("--kv-cache-dtype", choices=KV_ITEMSIZES, default="auto", help="(default: %(default)s)")
-    add("--gpu", choices=sorted(GPUS), default="h200", help="(default: %(default)s)")
-    add(
-        "--acceptance",
-        type=float,
-        default=0.95,
-        help="mean acceptance rate of drafts, for lossless decoding (default: %(default)s)",
-    )
+    add("--batch", type=count, default=16, help=f"sequences on one GPU {shown_default}")
+    add("--kv-cache-dtype", choices=KV_ITEMSIZES, default="auto", help=shown_default)
+    add("--gpu", choices=sorted(GPUS), default="h200", help=shown_default)
+    rate = f"mean acceptance rate of drafts, for lossless decoding {shown_default}"
+    add("--acceptance", type=float, default=0.95, help=rate)
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises `InputError`, `ModelError` or `ScheduleError`."""
     if not 0 <= args.acceptance < 1:
         raise InputError(f"--acceptance {args.acceptance}: expected a rate from 0 to below 1")
     name, config = _read_config(args.model_path)
@@ -168,9 +138,7 @@ def run(args: argparse.Namespace) -> int:
 def _lengths(chosen: Sequence[int] | None, config: Mapping[str, Any]) -> list[int]:
     positions = text_config(config).get("max_position_embeddings") or _LONGEST
     if chosen and max(chosen) > positions:
-        raise InputError(
-            f"--length {max(chosen)}: expected at most {positions}, the model's positions"
-        )
+        raise InputError(f"--length {max(chosen)}: expected the model's {positions} at most")
     fitting = [length for length in LENGTHS if length <= positions]
     return sorted(chosen or fitting or [positions])
 

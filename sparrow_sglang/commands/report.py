@@ -6,13 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
-from sparrow_sglang.report import (
-    ReportError,
-    compare,
-    comparison_table,
-    find_sources,
-    write_page,
-)
+from sparrow_sglang.report import ReportError, compare, comparison_table, find_sources, write_page
 
 _EPILOG = """\
 examples:
@@ -27,12 +21,10 @@ A page needs no network and no other file, and can be read on a phone.
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `report` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
-        description="Write one self-contained HTML page about a training run or a calibration with"
-        " its checks,\nor print a table that compares several runs: runs whose settings differ in"
-        " no more than the\nseed are one arm.",
+        description="Write an HTML page about a training run or a calibration, or a table that\n"
+        "compares several runs. Runs that differ in the seed only are one arm.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

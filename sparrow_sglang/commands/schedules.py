@@ -1,7 +1,4 @@
-"""`sparrow schedules`: the schedules that are shipped, and the models that have one.
-
-Out: a line for each schedule. Imports neither torch nor SGLang.
-"""
+"""`sparrow schedules`: the shipped schedules; imports neither torch nor SGLang."""
 
 import argparse
 from typing import Any
@@ -18,7 +15,6 @@ or fixed-4096, a budget of 4,096 tokens at every length, which is not calibrated
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `schedules` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "schedules",
         description="List the schedules that are shipped, and the models that have one.",

@@ -1,6 +1,6 @@
 """`sparrow serve`: SGLang's own launcher with our defaults; every SGLang flag passes through.
 
-SGLang is imported inside functions: that takes some ten seconds, so flags are checked before.
+Flags are checked before SGLang is imported, which takes ten seconds.
 """
 
 import argparse
@@ -51,7 +51,7 @@ usage: sparrow serve [--model-path MODEL] [--sparrow-schedule SCHEDULE] [SGLang 
 Start an OpenAI-compatible SGLang server that decodes sparsely.
 
 Prefill is dense. Each decoded token reads only a budget of the cached tokens, which grows with the
-sequence as a schedule says. Sequences that fit into the budget are decoded densely.
+sequence as a schedule says.
 
 examples:
   sparrow serve
@@ -125,7 +125,6 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def _ready_lines(server_args: "ServerArgs") -> str:
-    """What is served, and how to request it."""
     from sparrow_sglang.attention_backends.dense_side import dense_backend
     from sparrow_sglang.plugin.server_args import resolve_schedule
     from sparrow_sglang.plugin.server_log import calibration
@@ -162,12 +161,10 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     The folder of an embedded model, which is converted if necessary, goes to the end. Raises
     `ModelError` if it cannot be.
     """
-    # SGLang knows the two words only, and would ignore the file silently.
-    given = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith("--config=") else [word])
-    ]
+    given: list[str] = []
+    for word in argv:
+        # SGLang knows the two words only, and would ignore the file silently.
+        given += word.split("=", 1) if word.startswith("--config=") else [word]
     if given and not given[0].startswith("-"):
         given.insert(0, _MODEL_FLAGS[0])
     model = _value(given, *_MODEL_FLAGS) or (None if "--config" in given else EMBEDDED_MODEL_NAME)
@@ -180,10 +177,7 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
 
 
 def check_flags(words: Sequence[str]) -> None:
-    """Raise `InputError` without a usable SGLang, on an unknown flag and on one without its number.
-
-    SGLang's own parser checks the rest.
-    """
+    """Raise `InputError` without a usable SGLang, on an unknown flag, or one without its number."""
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
             raise InputError(problem)
@@ -193,7 +187,7 @@ def check_flags(words: Sequence[str]) -> None:
         flag, equals, value = word.partition("=")
         if not flag.startswith("--"):
             continue
-        # argparse takes a beginning for the whole flag.
+        # argparse takes a prefix for the flag.
         if not any(name.startswith(flag) for name in known):
             near = nearest_first(flag, known, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
@@ -207,8 +201,7 @@ def check_flags(words: Sequence[str]) -> None:
 
 
 def check_port(words: Sequence[str]) -> None:
-    """Raise `InputError` if the server could not listen at its host and port, which SGLang notices
-    only once the model is loaded."""
+    """Raise `InputError` if the server could not listen; SGLang loads the model first."""
     host, port = _value(words, "--host") or "127.0.0.1", _value(words, "--port") or "30000"
     try:
         if not 0 < int(port) < 65536:
@@ -217,7 +210,7 @@ def check_port(words: Sequence[str]) -> None:
             host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as listener:
-            # Set as the server sets it, so that recently closed connections do not block the port.
+            # As the server does, so that closed connections do not block the port.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except (OSError, UnicodeError, OverflowError) as error:
@@ -263,14 +256,12 @@ def check_model(words: Sequence[str]) -> None:
 def parse_server_args(words: Sequence[str]) -> "ServerArgs":
     """SGLang's ServerArgs for a command line `with_defaults`, checked by SGLang and the plugin.
 
-    Raises:
-        InputError: SGLang cannot be imported, a wrong flag, or a model that cannot be read.
-        ValueError, RuntimeError, OSError: SGLang or the plugin refuses the arguments.
+    Raises `ValueError` (`InputError`), `RuntimeError` or `OSError`.
     """
     full = list(words)
     if "--config" in full:
         try:
-            # SGLang would put the file's flags in front of our defaults, which would override them.
+            # SGLang would put the file's flags in front of our defaults, which override them.
             start = full.index("--log-level") + 2
             own = config_file_merger(_sglang_parser()).merge_config_with_args(full[start:])
             full = full[:start] + own

@@ -1,7 +1,4 @@
-"""`sparrow train`: GRPO from sparse rollouts, configured by one TOML file.
-
-In: the file's name. Out: a run in its `run_dir`. The loop is `sparrow_sglang.rl.trainer`.
-"""
+"""`sparrow train`: GRPO from sparse rollouts, configured by one TOML file."""
 
 import argparse
 import sys
@@ -32,7 +29,6 @@ RUN_DIR shows the same metrics.
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `train` to the subparsers of `sparrow`; `run` handles what it parses."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "train",
         description="Train a model with GRPO: sparse rollouts, dense log-probs, truncated"
@@ -57,11 +53,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--defaults", action="store_true", help="print a file that explains all settings, and exit"
     )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="check the settings, and exit",
-    )
+    parser.add_argument("--check", action="store_true", help="check the settings, and exit")
     parser.set_defaults(run=run)
     return parser
 
@@ -84,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
         with schedule_from(source):
             return _train(config, args)
     except KeyboardInterrupt:
-        # Interrupted before the run handles signals itself.
         return _say_where_it_stands(config, "stopped", 130)
 
 
@@ -103,7 +94,6 @@ def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
 
 
 def _train(config: TrainConfig, args: argparse.Namespace) -> int:
-    # Imported here because they import torch and transformers.
     from transformers.utils import logging
 
     from sparrow_sglang.rl.engines.processes import EngineDied
@@ -113,7 +103,6 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from sparrow_sglang.rl.tasks.rewards import RewardsFailed
     from sparrow_sglang.rl.trainer import train
 
-    # The progress bars of transformers last a second each and would interrupt ours.
     logging.disable_progress_bar()
     try:
         folder = train(config, args.resume)

@@ -30,11 +30,7 @@ from sparrow_sglang.plugin.scheduler_calls import (
 )
 from sparrow_sglang.plugin.server_args import FIELD, resolve_schedule
 from sparrow_sglang.plugin.server_log import announce, describe
-from sparrow_sglang.plugin.state import (
-    ServerState,
-    require_scheduler_state,
-    require_server_state,
-)
+from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
 from sparrow_sglang.request_options import ATTRIBUTE
 from sparrow_sglang.schedule import DENSE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import (

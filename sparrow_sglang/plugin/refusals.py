@@ -79,11 +79,7 @@ class _Rule(NamedTuple):
 # Flags that must be unset, by the reason.
 _FLAGS = {
     f"HiCache: {_PAST_THE_BACKEND}": ("enable_hierarchical_cache", "hicache_storage_backend"),
-    _PAST_THE_BACKEND: (
-        "enable_lmcache",
-        "enable_flexkv",
-        "enable_unified_cache_external_linker",
-    ),
+    _PAST_THE_BACKEND: ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
     "decode tokens of a mixed batch would be decoded densely": ("enable_mixed_chunk",),
     _OTHER_LAYOUT: (
         "enable_unified_memory",
@@ -100,11 +96,7 @@ _FLAGS = {
     "a session would keep sparsely written KV as its prefix": ("enable_streaming_session",),
     "SGLang's Ray schedulers load no plugins": ("use_ray",),
     _NO_CHECKS: ("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar"),
-    _NOT_SHOWN: (
-        "radix_cache_backend",
-        "enable_linear_replayssm",
-        "enable_int8_mamba_checkpoint",
-    ),
+    _NOT_SHOWN: ("radix_cache_backend", "enable_linear_replayssm", "enable_int8_mamba_checkpoint"),
 }
 _RULES = (
     *(_Rule(field, bool, why) for why, fields in _FLAGS.items() for field in fields),

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.plugin import server_args
-from sparrow_sglang.plugin.hooks import (
-    CPU_HOOKS,
-    HOOKS,
-    failing_probes,
-    is_applied,
-    register_hooks,
-)
+from sparrow_sglang.plugin.hooks import CPU_HOOKS, HOOKS, failing_probes, is_applied, register_hooks
 from sparrow_sglang.plugin.layer_refusals import unknown_attributes
 from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
 from sparrow_sglang.plugin.refusals import (

@@ -170,9 +170,7 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
     layers = set(sglang_versions.layer_range(kvc)).difference(schedule.dense_layers)
     heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
     of_page = schedule.selection.landmark_bytes(
-        schedule.page_size,
-        kvc.model_config.head_dim,
-        landmark_dtype(kvc.kv_cache_dtype).itemsize,
+        schedule.page_size, kvc.model_config.head_dim, landmark_dtype(kvc.kv_cache_dtype).itemsize
     )
     return -(-len(layers) * heads * of_page // schedule.page_size)
 
@@ -190,11 +188,7 @@ def reserve_decode_buffers(
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from sparrow_sglang.attention_backends.gpu_decode import (
-        EAGER_ROWS,
-        DecodeShape,
-        buffer_bytes,
-    )
+    from sparrow_sglang.attention_backends.gpu_decode import EAGER_ROWS, DecodeShape, buffer_bytes
 
     server_args, parallel = resolved(kvc.server_args), get_parallel()
     graphs = server_args.cuda_graph_config.decode

@@ -214,10 +214,7 @@ class Auditor:
             self._forget_vanished()
             states = self._manager.rid_to_state
             self.report.publish_load(
-                (
-                    prompt_tokens + len(states[rid].output_ids),
-                    request_state(states[rid].obj).option,
-                )
+                (prompt_tokens + len(states[rid].output_ids), request_state(states[rid].obj).option)
                 for rid, prompt_tokens in self._prompt_tokens.items()
             )
             # After SIGTERM, SGLang kills this process once no request is left.
