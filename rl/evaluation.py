@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sparrow_sglang.rl.config import EvaluationConfig
 from sparrow_sglang.rl.rollout import OnFinished
 from sparrow_sglang.rl.runs.log import Decode, response_rows
-from sparrow_sglang.rl.sparse_actor import SparseActor
+from sparrow_sglang.rl.runs.run import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed, Scores
 from sparrow_sglang.rl.types import Group, Prompt, Rewards, known_rewards
 

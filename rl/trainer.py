@@ -4,10 +4,9 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from sparrow_sglang.rl import partial
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
-from sparrow_sglang.rl.collect import Collected, collect
+from sparrow_sglang.rl.collect import Collected, collect, collect_partial
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import correct
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineNotStarted
@@ -75,7 +74,7 @@ def _connected(config: TrainConfig) -> AbstractContextManager[None]:
 def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
     with open_run(config, setup, resume) as run:
         for step in range(run.state.step, config.steps):
-            clock = run.log.clock()
+            clock = Clock(run.log.progress)
             collected = roll_out(run, step, clock)
             # A signal ends a rollout at once, and waits for an update.
             with run.termination.held_back(f"update of step {step}"):
@@ -98,7 +97,7 @@ def roll_out(run: Run, step: int, clock: Clock) -> Collected:
     # How many prompts the steps before this one have used.
     first = step * settings.prompts_per_step + run.state.replaced
     if settings.oversubscribe > 1:
-        collected = partial.collect(run, first, step, clock)
+        collected = collect_partial(run, first, step, clock)
     else:
         collected = collect(run, first, clock)
     collected.metrics.update(evaluated)
@@ -150,9 +149,8 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
     # After the step, so that the checkpoint that is written on an error matches the metrics.
     if updated.skipped_in_a_row >= MAX_SKIPPED_STEPS:
         raise FloatingPointError(
-            f"the gradients of {updated.skipped_in_a_row} optimizer steps in a row were not finite:"
-            " none of these steps was taken; look for rewards that are not finite, or lower"
-            " optimizer.lr"
+            f"the gradients of {updated.skipped_in_a_row} optimizer steps in a row were not finite;"
+            " expected a lower optimizer.lr"
         )
 
 

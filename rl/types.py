@@ -69,8 +69,8 @@ class Rollout:
         count = len(self.response_ids)
         if logprobs.shape != (count,) or not np.isfinite(logprobs).all():
             raise ValueError(
-                f"rollout {self.prompt_id!r}/{self.sample}: logprobs of shape {logprobs.shape} for"
-                f" {count} tokens: expected one finite log-prob for each"
+                f"rollout {self.prompt_id!r}/{self.sample}: logprobs {logprobs.shape}, expected one"
+                f" finite log-prob for each of {count} tokens"
             )
         object.__setattr__(self, "logprobs", logprobs)
 
@@ -102,8 +102,7 @@ class Rollout:
 
 
 Rewards = tuple[float | None, ...]
-"""Rewards of a group's responses, in their order; None where scoring failed, so that nothing is
-known of the response."""
+"""Rewards of a group's responses, in their order; None where scoring failed."""
 
 
 def known_rewards(rewards: Rewards) -> NDArray[np.float64]:

@@ -93,8 +93,6 @@ class EngineActor:
 
 
 START: Callable[..., LocalEngine] = LocalEngine
-"""Starts the engine in each actor's process."""
-
 PLACEMENT_TIMEOUT_S = 60.0
 """Time for Ray to find GPUs for an engine; without them, the run goes on with the other engines."""
 
@@ -102,16 +100,12 @@ START_TIMEOUT_S = 1800.0
 """Time for an engine to start serving, enough for a large checkpoint on a slow disk."""
 
 ANSWER_TIMEOUT_S = 300.0
-"""Time for all engines to complete a call between rollouts."""
 
 _DEATH = (RayActorError, ObjectLostError, EngineDied, GetTimeoutError)
 
 Actors = Mapping[int, Any]
-"""Actors by the numbers of their engines."""
-
 Send = Callable[[Actors], str | None]
-"""Has the trainers send their weights to engines that expect them; returns the name of the adapter
-that was sent with them, if there is one."""
+"""Sends the trainers' weights to engines, by number; returns the name of an adapter sent along."""
 
 logger = logging.getLogger(__name__)
 
@@ -305,17 +299,13 @@ class RayEngines(RolloutEngine):
 
     def _await_start(self) -> None:
         if not self._engines:
-            raise EngineNotStarted(
-                f"Ray has no {self._gpus} free GPUs on one host for a rollout engine: see `ray"
-                " status`"
-            )
+            raise EngineNotStarted(f"Ray has no {self._gpus} free GPUs on one host: see ray status")
         try:
             for engine in self._engines.values():
                 self.dtype = ray.get(engine.actor.ready.remote(), timeout=START_TIMEOUT_S)
         except GetTimeoutError:
             raise EngineNotStarted(
-                f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s: it is still"
-                " loading, or its host is not reached"
+                f"a rollout engine did not start within {START_TIMEOUT_S:.0f} s"
             ) from None
         except _DEATH as error:
             raise EngineNotStarted(f"a rollout engine did not start: {error}") from error

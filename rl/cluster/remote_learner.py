@@ -49,8 +49,7 @@ class RemoteLearner(Learner):
         try:
             if not self._group.wait(PLACEMENT_TIMEOUT_S):
                 raise TrainersLost(
-                    f"cluster.trainers={world}: Ray has not found their GPUs within"
-                    f" {PLACEMENT_TIMEOUT_S:.0f} s; see `ray status`"
+                    f"cluster.trainers={world}: no GPUs within {PLACEMENT_TIMEOUT_S:.0f} s"
                 )
             options = actor_options(config.engine.server_args) | {"num_gpus": unit.get("GPU", 0)}
             # Any: Ray's handles are typed as if calls through them were plain attributes.
@@ -125,9 +124,8 @@ class RemoteLearner(Learner):
             nodes, devices = zip(*self._places[first : first + size], strict=True)
             if len(set(nodes)) > 1:
                 raise InputError(
-                    f"cluster.gpus_per_engine={size} with colocate=true: the trainers' GPUs are on"
-                    " several hosts, of which one has no multiple of that; expected a divisor of"
-                    " the GPUs of each host"
+                    f"cluster.gpus_per_engine={size} with colocate=true: expected a divisor of the"
+                    " trainers' GPUs of each host"
                 )
             places.append((nodes[0], ",".join(devices)))
         return places

@@ -89,10 +89,8 @@ def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) ->
         return ours.result()
     names = [name for future, name in theirs.items() if future in late] or ["the trainer"]
     raise EngineDied(
-        f"{what} was not done within {LIMIT_S:.0f} s, {', '.join(names)} of {len(answers)} did not"
-        " get through: check that the hosts reach each other on all ports, that NCCL_SOCKET_IFNAME"
-        " names the right network and every NCCL_* variable is the same on all of them"
-        " (NCCL_DEBUG=INFO says what NCCL waits for)"
+        f"{what} took {', '.join(names)} of {len(answers)} more than {LIMIT_S:.0f} s: check ports,"
+        " NCCL_SOCKET_IFNAME, and that NCCL_* variables are equal on all hosts (NCCL_DEBUG=INFO)"
     )
 
 

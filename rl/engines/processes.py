@@ -30,10 +30,7 @@ class EngineProcesses:
         """Raise `EngineDied` if a process is gone."""
         for process in self._processes:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                raise EngineDied(
-                    f"process {process.pid} of the SGLang engine died; its traceback, if it had"
-                    " the time for one, is on stderr"
-                )
+                raise EngineDied(f"process {process.pid} of the SGLang engine died; see stderr")
 
     def kill(self) -> None:
         """End the processes and their children, and no others."""

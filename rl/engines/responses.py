@@ -77,10 +77,8 @@ class Responses:
                 self.processes.require_alive()
                 silent_s = 0.0 if done else silent_s + time.monotonic() - began
                 if silent_s > self.sampling.timeout_s:
-                    raise EngineDied(
-                        f"no response was finished within {self.sampling.timeout_s:.0f} s, see"
-                        " rollout.timeout_s"
-                    )
+                    limit = self.sampling.timeout_s
+                    raise EngineDied(f"no response within rollout.timeout_s={limit:.0f}")
                 for task in done:
                     position, rollout = task.result()
                     self._rollouts[position][rollout.sample] = rollout

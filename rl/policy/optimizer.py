@@ -14,7 +14,6 @@ from sparrow_sglang.rl.policy.shards import local
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""AdamW's state of a parameter."""
 
 logger = logging.getLogger(__name__)
 

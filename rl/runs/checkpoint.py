@@ -97,10 +97,7 @@ def owned(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(
-                f"run_dir={str(run_dir)!r}: another process is training there; stop it, or use"
-                " another folder"
-            ) from None
+            raise InputError(f"run_dir={str(run_dir)!r}: another process trains there") from None
         yield
 
 
@@ -149,8 +146,7 @@ class Checkpoints:
             metrics = config.run_dir / METRICS_FILE
             if newest or (metrics.exists() and metrics.stat().st_size):
                 raise InputError(
-                    f"run_dir={str(config.run_dir)!r} holds a run already: resume it, with --resume"
-                    " or resume=True, or use another folder"
+                    f"run_dir={str(config.run_dir)!r} holds a run: expected --resume, or a new one"
                 )
             return None
         if newest is not None:
@@ -240,7 +236,7 @@ def try_checkpoint(
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise InputError(
             f"model.path={config.model.path!r}: a checkpoint of it in {folder} cannot be written"
-            f" and read again ({cut(reason)}); nothing would be left of the run"
+            f" and read again ({cut(reason)})"
         ) from error
 
 
@@ -302,14 +298,13 @@ def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
     for key, before, now in _differences(saved, whole, chosen):
         if key not in _FREE and key.split(".")[0] not in _FREE:
             raise InputError(
-                f"{key}={now!r}: the run in {folder.parents[1]} was trained with {before!r}; set it"
-                f" back, or use another run_dir. Free to change are {', '.join(_FREE[1:])}"
+                f"{key}={now!r}: expected {before!r}, as in the run in {folder.parents[1]}, or a"
+                f" new run_dir. Free to change are {', '.join(_FREE[1:])}"
             )
     if prompts != trained_on:
         raise InputError(
-            f"the training prompts of task {config.task.name!r} are not those that the run in"
-            f" {folder.parents[1]} was trained with, so it would train on some twice and on others"
-            " never: restore the data or the chat template, or use another run_dir"
+            f"the training prompts of task {config.task.name!r} are not those of the run in"
+            f" {folder.parents[1]}: restore data and chat template, or use a new run_dir"
         )
 
 

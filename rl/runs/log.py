@@ -77,9 +77,6 @@ class RunLog:
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self.progress = Progress(config.steps, "step", first, quiet=True)
 
-    def clock(self) -> Clock:
-        return Clock(self.progress)
-
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
         return self.progress.counter(stage, total, "responses")
 
@@ -210,8 +207,7 @@ def response_rows(
 def check_logging(logging: LoggingConfig) -> None:
     if logging.tensorboard and find_spec("tensorboard") is None:
         raise InputError(
-            "logging.tensorboard=true: the package tensorboard is not installed; install"
-            " sparrow-sglang[rl], or set it to false"
+            "logging.tensorboard=true: tensorboard is not installed; install sparrow-sglang[rl]"
         )
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -16,11 +16,12 @@ from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
 from sparrow_sglang.rl.learner import Learner, TrainersLost
+from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.setup import Setup
-from sparrow_sglang.rl.sparse_actor import SparseActor
 from sparrow_sglang.rl.tasks.rewards import RewardPool
+from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -84,6 +85,50 @@ def termination_signals() -> Iterator[Termination]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class SparseActor:
+    def __init__(self, config: TrainConfig, engine: RolloutEngine, learner: Learner) -> None:
+        self._config = config
+        self.engine = engine
+        self._learner = learner
+        self._adapter: str | None = None
+
+    def load(self, version: str) -> None:
+        self._adapter = self._learner.deliver(self.engine, version, adapted=True)
+
+    def stream(
+        self,
+        groups: Sequence[Group],
+        on_finished: OnFinished | None,
+        more_groups: MoreGroups | None = None,
+        should_stop: ShouldStop | None = None,
+    ) -> Iterator[tuple[int, Group]]:
+        """See `RolloutEngine.stream`; `engine.release` must follow."""
+        settings = self._config.rollout
+        sampling = Sampling(
+            settings.max_new_tokens,
+            settings.temperature,
+            adapter=self._adapter,
+            timeout_s=settings.timeout_s,
+        )
+        return self.engine.stream(groups, sampling, on_finished, more_groups, should_stop)
+
+    def load_policy(self, version: str) -> None:
+        self._learner.deliver(self.engine, version, adapted=False)
+
+    def evaluate(self, prompts: Sequence[Prompt], on_finished: OnFinished | None) -> list[Group]:
+        """Responses of the policy that `load_policy` has loaded, by dense decode."""
+        settings = self._config.evaluation
+        sampling = Sampling(
+            self._config.evaluation_tokens,
+            settings.temperature,
+            dense=True,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            timeout_s=self._config.rollout.timeout_s,
+        )
+        return self.engine.generate(prompts, settings.samples_per_prompt, sampling, on_finished)
 
 
 @dataclass

@@ -77,9 +77,8 @@ def _check_settings(config: TrainConfig) -> None:
     untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
     if untempered and config.rollout.temperature != 1:
         raise InputError(
-            f"rollout.temperature={config.rollout.temperature:g} with"
-            " SGLANG_RETURN_ORIGINAL_LOGPROB set: SGLang records log-probs at temperature 1 then;"
-            " expected that variable unset, or temperature 1"
+            f"rollout.temperature={config.rollout.temperature:g}: expected 1 with"
+            " SGLANG_RETURN_ORIGINAL_LOGPROB set, or that variable unset"
         )
 
 
@@ -163,15 +162,11 @@ def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
         raise InputError(f"{asked}: {problem}")
     if tokenizer.chat_template is None:
         raise InputError(
-            f"{asked}: its tokenizer has no chat template, by which tasks render their prompts; put"
-            " a chat_template.jinja into the folder"
+            f"{asked}: its tokenizer has no chat template; expected chat_template.jinja"
         )
     for name in config.task.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            raise InputError(
-                f"task.chat_template_kwargs.{name}: the chat template of {asked} has no such"
-                " variable"
-            )
+            raise InputError(f"task.chat_template_kwargs.{name} is not in the chat template")
     return tokenizer, model_config
 
 
@@ -195,8 +190,7 @@ def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) ->
     kept = tuple(prompt for prompt in prompts if len(prompt.input_ids) <= limit)
     if not kept:
         raise InputError(
-            f"rollout.max_prompt_tokens={limit}: no {which} prompt of task {name!r} is that short;"
-            " expected a higher limit"
+            f"rollout.max_prompt_tokens={limit}: no {which} prompt of task {name!r} is that short"
         )
     return kept
 
@@ -252,7 +246,6 @@ def _check_context(config: TrainConfig, model_config: Any) -> None:
         # SGLang keeps one token of the context to itself.
         if context is not None and prompt + tokens >= context:
             raise InputError(
-                f"rollout.max_prompt_tokens={prompt} and {section}max_new_tokens={tokens} make"
-                f" {prompt + tokens} tokens: the model's context is {context}; expected less than"
-                " that together"
+                f"rollout.max_prompt_tokens={prompt} and {section}max_new_tokens={tokens}:"
+                f" expected less together than the model's context of {context}"
             )

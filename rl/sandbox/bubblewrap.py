@@ -171,11 +171,12 @@ def run_contained(
             start_new_session=True,
         )
         try:
-            return _results(process, len(inputs), limits.wall_clock_s + GRACE_S, deadline)
-        except _NotStarted:
-            os.lseek(files[3], 0, os.SEEK_SET)
-            reason = " ".join(os.read(files[3], 1000).decode(errors="replace").split())
-            raise SandboxError(f"the container does not start: {reason}") from None
+            results = _results(process, len(inputs), limits.wall_clock_s + GRACE_S, deadline)
+            if results is None:
+                os.lseek(files[3], 0, os.SEEK_SET)
+                reason = " ".join(os.read(files[3], 1000).decode(errors="replace").split())
+                raise SandboxError(f"the container does not start: {reason}")
+            return results
         finally:
             # The kernel then ends all that the program has started.
             process.kill()
@@ -185,13 +186,10 @@ def run_contained(
             os.close(descriptor)
 
 
-class _NotStarted(Exception):
-    """The harness has not said that it is there."""
-
-
 def _results(
     process: "subprocess.Popen[bytes]", count: int, patience: float, deadline: float
-) -> list[SandboxResult]:
+) -> list[SandboxResult] | None:
+    """None if the harness has not started."""
     assert process.stdout is not None
     pipe, buffer = process.stdout.fileno(), bytearray()
 
@@ -211,9 +209,7 @@ def _results(
 
     results: list[SandboxResult] = []
     if not next_line(START_UP_S):
-        if time.monotonic() < deadline:
-            raise _NotStarted
-        return results
+        return None if time.monotonic() < deadline else results
     while len(results) < count:
         line = next_line(patience)
         try:

@@ -2,7 +2,11 @@
 URL."""
 
 import math
+import time
 from collections.abc import Sequence
+from typing import Any
+
+import httpx
 
 from sparrow_sglang.rl.sandbox.bubblewrap import (
     START_UP_S,
@@ -11,9 +15,14 @@ from sparrow_sglang.rl.sandbox.bubblewrap import (
     SandboxResult,
     run_contained,
 )
-from sparrow_sglang.rl.sandbox.remote import run_remotely
 
 BUBBLEWRAP = "bubblewrap"
+_PATH = "/run_code"
+# Time for a request beyond the program's own, in which it may wait for its turn.
+QUEUE_S = 30.0
+ATTEMPTS, PAUSE_S = 3, 0.5
+_TRY_AGAIN = (429, 502, 503, 504)
+
 _TRIAL = "import numpy\nprint(input()[::-1])"
 
 
@@ -30,6 +39,57 @@ def run_inputs(
         return run_contained(source, inputs, limits, seconds)
     result = run_remotely(source, inputs[0], limits, seconds, sandbox)
     return [] if result is None else [result]
+
+
+def run_remotely(
+    source: str, stdin: str, limits: Limits, seconds: float, url: str
+) -> SandboxResult | None:
+    """Run a program on the server at `url`, with or without "/run_code". A server that is busy or
+    unreachable is asked again, within `seconds`; None if they are over. Raises `SandboxError`."""
+    body = {
+        "code": source,
+        "stdin": stdin,
+        "language": "python",
+        "compile_timeout": limits.wall_clock_s,
+        "run_timeout": limits.wall_clock_s,
+        "memory_limit_MB": limits.memory_bytes >> 20,
+    }
+    address = url.removesuffix("/").removesuffix(_PATH) + _PATH
+    answer = _post(address, body, limits.wall_clock_s + QUEUE_S, time.monotonic() + seconds)
+    if answer is None:
+        return None
+    result = answer.get("run_result") or {}
+    if answer.get("status") not in ("Success", "Failed") or "status" not in result:
+        raise SandboxError(f"{url}: no result of the program: {answer.get('message') or answer}")
+    code = result.get("return_code")
+    if result["status"] == "TimeLimitExceeded":
+        code = None
+    elif not isinstance(code, int):
+        code = -1
+    return SandboxResult(code, result.get("stdout") or "", result.get("stderr") or "")
+
+
+def _post(
+    url: str, body: dict[str, Any], patience: float, deadline: float
+) -> dict[str, Any] | None:
+    problem: object = None
+    for attempt in range(ATTEMPTS):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        try:
+            response = httpx.post(url, json=body, timeout=min(left, patience))
+            answer = response.json() if response.is_success else None
+        except (httpx.TransportError, ValueError) as error:
+            problem = error
+        else:
+            if isinstance(answer, dict):
+                return answer
+            problem = f"status {response.status_code} {response.reason_phrase}, no JSON object"
+            if response.status_code not in _TRY_AGAIN:
+                break
+        time.sleep(PAUSE_S * (attempt + 1))
+    raise SandboxError(f"{url}: {problem}")
 
 
 def run_python(

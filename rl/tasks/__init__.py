@@ -32,15 +32,14 @@ def load_task(config: TaskSource, render: Render) -> Task:
     if config.name not in TASKS:
         near = nearest_first(config.name, TASKS)[0]
         raise InputError(
-            f"task.name={config.name!r} is not known: did you mean {near!r}? Known tasks:"
-            f" {', '.join(TASKS)}; one of your own is module:function"
+            f"task.name={config.name!r}: did you mean {near!r}? Expected one of {', '.join(TASKS)},"
+            " or module:function"
         )
     keys = {"train_path", "heldout_path", "heldout_sets", "columns"}
     for key, value in config.model_dump(mode="json", include=keys).items():
         if value and config.name not in _FILE_TASKS:
             raise InputError(
-                f"task.{key}={quoted(value)}: task {config.name!r} reads no files; expected it at"
-                f" one of the tasks {', '.join(_FILE_TASKS)}"
+                f"task.{key}={quoted(value)}: only the tasks {', '.join(_FILE_TASKS)} read files"
             )
     return TASKS[config.name](config, render)
 
@@ -52,8 +51,7 @@ def _checked(name: str, task: Any) -> Task:
     for function in rewards:
         if not (callable(function) and _can_be_sent(function)):
             raise InputError(
-                f"task.name={name!r} has the reward {quoted(function)}: expected a function of a"
-                " module, as it is sent to other processes"
+                f"task.name={name!r}: reward {quoted(function)}, expected a function of a module"
             )
     return task
 

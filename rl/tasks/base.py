@@ -108,10 +108,7 @@ class ChatRender:
             if self._opening is None:
                 self._opening = text.removeprefix(self._rendered(messages, opening=False))
                 if not self._opening:
-                    logger.warning(
-                        "the model's chat template has no generation prompt: responses may begin"
-                        " with the assistant's header"
-                    )
+                    logger.warning("the model's chat template has no generation prompt")
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         if not text.strip() or text == self._opening:
@@ -146,10 +143,7 @@ def load_files(
     they are. Without a held-out file a tenth of the prompts, 512 at most, is held out, the same
     ones each time. Raises `InputError` if too many rows cannot be used."""
     if config.train_path is None:
-        raise InputError(
-            f"task.train_path is not set: task {config.name!r} needs a .jsonl or .parquet file, or"
-            " hf:NAME"
-        )
+        raise InputError("task.train_path is not set: expected a .jsonl or .parquet, or hf:NAME")
     for field, column in config.columns.items():
         if kind and field not in _FIELDS[kind]:
             known = unknown_key(field, _FIELDS[kind])
@@ -158,10 +152,7 @@ def load_files(
     paths = {"train_path": config.train_path, "heldout_path": config.heldout_path} | sets
     for key, path in paths.items():
         if path is not None and path.suffix in KINDS and not is_hub(path) and not path.exists():
-            raise InputError(
-                f"task.{key}={str(path)!r}: No such file{relative_note(path)}; expected a .jsonl or"
-                " .parquet file"
-            )
+            raise InputError(f"task.{key}={str(path)!r}: No such file{relative_note(path)}")
     notes: list[str] = []
     skipped: list[SkippedRow] = []
 
@@ -223,14 +214,9 @@ class _File:
         self._formats: Counter[str] = Counter()
         self._rows = self._others = self._repeated = 0
 
+    @_long_integers()
     def prompts(self, render: Render, read_payload: ReadPayload) -> tuple[Prompt, ...]:
         prompts: dict[str, Prompt] = {}
-        with _long_integers():
-            self._read(render, read_payload, prompts)
-        self._check(len(prompts))
-        return tuple(prompts.values())
-
-    def _read(self, render: Render, read_payload: ReadPayload, prompts: dict[str, Prompt]) -> None:
         seen: set[str] = set()
         for where, number, row in read_rows(self._path):
             self._rows += 1
@@ -259,13 +245,15 @@ class _File:
             if getattr(render, "opens_thinking", False):
                 payload = {**payload, "thinking": True}
             prompts[name] = Prompt(name, self._config.name, rendered, payload)
+        self._check(len(prompts))
+        return tuple(prompts.values())
 
     def note(self) -> str:
         kinds = " and ".join(self._formats) or "rows as they are"
+        merged = "merged" if self._config.duplicates == "merge" else "kept"
         left = {
             "of another kind": self._others,
-            "that repeat a prompt"
-            + (" (merged)" if self._config.duplicates == "merge" else " (kept)"): self._repeated,
+            f"that repeat a prompt ({merged})": self._repeated,
             "skipped": len(self.skipped),
         }
         more = "".join(f", {count} {what}" for what, count in left.items() if count)
@@ -295,6 +283,4 @@ class _File:
             raise InputError(f"{self.skipped[0].line()}{more}")
         if not usable:
             others = f" for task {self._kind!r}" if self._others else ""
-            raise InputError(
-                f"{self._path}: holds no examples{others}; expected one JSON object per line or row"
-            )
+            raise InputError(f"{self._path}: holds no examples{others}")

@@ -46,8 +46,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         return
     if path.suffix not in KINDS:
         raise InputError(
-            f"{path}: kind {path.suffix!r} is not read; use .jsonl or .parquet, or hf:NAME, which"
-            " may be a folder"
+            f"{path}: kind {path.suffix!r} is not read; expected {' or '.join(KINDS)}, or hf:NAME"
         )
     try:
         if path.suffix == ".parquet":
@@ -130,8 +129,8 @@ def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
         return _of_table(row)
     if row.get("prompt") is None:
         raise ValueError(
-            "field 'prompt' is missing: expected it or 'problem', or task.columns.prompt with the"
-            f" column's name; found {', '.join(row) or 'none'}"
+            "field 'prompt' is missing: expected it, 'problem' or task.columns.prompt; found"
+            f" {', '.join(row) or 'none'}"
         )
     return "prompt and answer or tests", _named(row)
 
@@ -256,10 +255,7 @@ def messages_of(
             # Parquet pads messages with fields of others, and lists with nothing.
             continue
         if not fields or not all(isinstance(field, str) for field in fields):
-            raise ValueError(
-                f"prompt holds {quoted(message)}: expected messages with the strings role and"
-                " content"
-            )
+            raise ValueError(f"prompt holds {quoted(message)}: expected strings role and content")
         messages.append({name: value for name, value in message.items() if value is not None})
     if not messages:
         raise ValueError(f"prompt={quoted(prompt)}: expected a string or a list of chat messages")

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_groups import group
 
-from sparrow_sglang.rl import partial
 from sparrow_sglang.rl.collect import (
     Collected,
     collect,
+    collect_partial,
     prompts_from,
     with_penalties,
 )
@@ -76,7 +76,7 @@ class Actor:
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self.sampled: list[str] = []
-        self.released = 0
+        self.engine, self.released = self, 0
         self.version = "0"
         self.tokens = 0
         self.asked: list[list[tuple[int, bool]]] = []
@@ -227,7 +227,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
     most, trained = ceil(count * Fraction(str(oversubscribe))), []
     for step in range(6):
         run.actor.version, before = str(step), run.actor.tokens
-        found = partial.collect(run, count * step, step, clock)
+        found = collect_partial(run, count * step, step, clock)
         everything = [*found.groups, *found.carried]
         assert len(found.groups) == count and len(everything) == most
         assert all(group.finished for group in found.groups)
