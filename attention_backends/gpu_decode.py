@@ -183,8 +183,7 @@ class TritonPagedDecode:
             return
         if self._captured:
             raise ValueError(
-                f"decode buffers for {max_batch} requests: a CUDA graph was captured with smaller"
-                " ones already"
+                f"{max_batch} requests: a CUDA graph was captured with smaller buffers"
             )
         # Free the old buffers first, so that both sets are never allocated at the same time.
         self._buffers = None

@@ -54,7 +54,6 @@ def check_landmarks(scheduler: "Scheduler") -> None:
             index = int(wrong.flatten(1).any(1).nonzero()[0])
             heads = int(wrong.flatten(2).any(2).sum())
             raise RuntimeError(
-                f"stale landmark in layer {layer_id}, page {int(pages[index])}: it is off by"
-                f" {float(error[index].max()):.3g}; {heads} of {len(pages)} pages x KV heads are"
-                " wrong"
+                f"stale landmark in layer {layer_id}, page {int(pages[index])}: off by"
+                f" {float(error[index].max()):.3g}; {heads} of {len(pages)} pages x KV heads wrong"
             )

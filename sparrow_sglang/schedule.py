@@ -101,10 +101,7 @@ class BudgetSchedule(BaseModel):
             if tokens % page:
                 raise ValueError(_not_whole_pages(f"budget_tokens[{i}]", tokens, page))
             if i and tokens < (before := self.budget_tokens[i - 1]):
-                raise ValueError(
-                    f"budget_tokens[{i}]={tokens}: expected budgets that do not fall with length,"
-                    f" {before} or more"
-                )
+                raise ValueError(f"budget_tokens[{i}]={tokens}: expected not to fall from {before}")
         layers = self.dense_layers
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
             raise ValueError(f"dense_layers={quoted(list(layers))}: expected distinct indices")
@@ -117,21 +114,16 @@ class BudgetSchedule(BaseModel):
         return self
 
     def _check_selection(self) -> None:
-        expected = int4_landmark_tokens(self.page_size)
-        if self.selection.int4 and self.selection.landmark_tokens != expected:
-            raise ValueError(
-                f"selection.landmark_tokens={self.selection.landmark_tokens}: expected {expected}"
-                f" with page_size={self.page_size}"
-            )
+        tokens, expected = self.selection.landmark_tokens, int4_landmark_tokens(self.page_size)
+        if self.selection.int4 and tokens != expected:
+            raise ValueError(f"selection.landmark_tokens={tokens}: expected {expected}")
         if self.selection.layer_weights is None:
             return
         weights = self.sparse_weights
         mean = sum(weights) / max(1, len(weights))
         if abs(mean - 1) > _MEAN_WEIGHT_TOLERANCE:
             raise ValueError(
-                "selection.layer_weights: their mean without"
-                f" dense_layers={quoted(list(self.dense_layers))} is {mean:.6g}: expected 1, so"
-                " that sparse layers read the budget on average"
+                f"selection.layer_weights: mean of sparse layers {mean:.6g}: expected 1"
             )
 
     @cached_property
@@ -228,10 +220,7 @@ class BudgetSchedule(BaseModel):
             raise ScheduleError(f"{given}: the model has {layers} layers, 0 to {layers - 1}")
         if len(dense_layers) == layers:
             beside = f" beside its {len(partial)} layers with {kind}" if partial else ""
-            raise ScheduleError(
-                f"{given}: no layer of the model would be sparse{beside}; leave out one that keeps"
-                " the whole KV"
-            )
+            raise ScheduleError(f"{given}: no layer of the model would be sparse{beside}")
         if set(partial) <= set(self.dense_layers):
             return self
         fields = {name: getattr(self, name) for name in type(self).model_fields}
@@ -253,8 +242,7 @@ class BudgetSchedule(BaseModel):
         if not set(self.dense_layers) >= set(first.dense_layers):
             raise ScheduleError(
                 f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}: expected"
-                f" {quoted(list(first.dense_layers))} or more, as in {first.name}, with which the"
-                " server was started"
+                f" {quoted(list(first.dense_layers))} or more, as in the server's {first.name}"
             )
         given, expected = (
             {field: getattr(schedule, field) for field in _FIXED}
@@ -265,8 +253,7 @@ class BudgetSchedule(BaseModel):
             if value != expected[field]:
                 raise ScheduleError(
                     f"schedule {self.name}: {field}={quoted(value)}: expected"
-                    f" {quoted(expected[field])}, as in {first.name}, with which the server was"
-                    " started"
+                    f" {quoted(expected[field])}, as in the server's {first.name}"
                 )
 
     def as_dense(self) -> "BudgetSchedule":

@@ -94,7 +94,6 @@ def _for_page_size(schedule: BudgetSchedule, page_size: int, spec: str) -> Budge
     if schedule.page_size != page_size:
         raise ScheduleError(
             f"{spec}: page_size={schedule.page_size}, but the server runs with page size"
-            f" {page_size}: pass --page-size {schedule.page_size}, or a schedule made for"
-            f" {page_size}"
+            f" {page_size}: pass --page-size {schedule.page_size}, or another schedule"
         )
     return schedule

@@ -92,16 +92,10 @@ class SelectionRule(BaseModel):
             return self
         lists = [head for layer in self.landmark_pairs for head in layer]
         if len(set(map(len, self.landmark_pairs))) > 1 or len(set(map(len, lists))) > 1:
-            raise ValueError(
-                "landmark_pairs: expected a list for each KV head, equally many in each layer, with"
-                " equally many indices"
-            )
+            raise ValueError("landmark_pairs: expected equally many lists and indices everywhere")
         for pairs in lists:
             if list(pairs) != sorted(set(pairs)):
-                raise ValueError(
-                    f"landmark_pairs: {quoted(list(pairs), 100)}: expected distinct indices in"
-                    " ascending order"
-                )
+                raise ValueError(f"landmark_pairs: {quoted(pairs, 60)}: expected to ascend")
         return self
 
     @property
@@ -142,10 +136,7 @@ class SelectionRule(BaseModel):
         """Raise `InputError` if the rule is for a model of another shape."""
         weights, pairs = self.layer_weights, self.landmark_pairs
         if weights is not None and len(weights) != (layers := num_layers_of(hf_config)):
-            raise InputError(
-                f"layer_weights has {len(weights)} numbers: expected one for each of the model's"
-                f" {layers} layers"
-            )
+            raise InputError(f"layer_weights has {len(weights)} numbers: expected {layers}")
         if pairs is None:
             return
         shape = (num_layers_of(hf_config), num_kv_heads_of(hf_config))

@@ -44,6 +44,7 @@ GIVEN_RESPONSE_ENGINE_ARGS = {
     # An overlapping scheduler would launch a step before the request has the token of the last one.
     "disable_overlap_schedule": True,
 }
+_MORE_SPARSE = "longer prompts, more --new-tokens or smaller budgets"
 # A response is compared on the engine that generated it, so data parallelism is none of them.
 _OWN_ARGUMENTS = ("page_size", "random_seed", "sparrow_schedule", "dp_size")
 
@@ -153,10 +154,7 @@ def calibration_job(options: CalibrationOptions) -> Job:
     if options.rule is None:
         options = replace(options, rule=PUBLISHED if linear else CALIBRATED)
     elif options.rule != PUBLISHED and linear:
-        raise CalibrationError(
-            f"--rule {options.rule}: {name} has layers with linear attention, for which rotary"
-            f" pairs cannot be chosen; expected --rule {PUBLISHED}"
-        )
+        raise CalibrationError(f"--rule {options.rule}: expected {PUBLISHED} with linear attention")
     targets = list(options.target) or [DEFAULT_TARGET]
     out = options.out or Path(f"{name if len(targets) > 1 else f'{name}-{targets[0]}'}.json")
     for path in _schedule_files(out, targets):
@@ -225,10 +223,7 @@ def check_job(options: CalibrationOptions) -> Job:
     )
     for schedule in schedules:
         if not any(sample.schedule is schedule for sample in job.samples):
-            raise CalibrationError(
-                f"--check {schedule.name}: no generation would decode sparsely: expected longer"
-                " prompts or more --new-tokens"
-            )
+            raise CalibrationError(f"--check {schedule.name}: no sparse step: {_MORE_SPARSE}")
     return job
 
 
@@ -259,10 +254,7 @@ def _job(
     room = context - UNSCORED
     samples = plan_samples(prompts, under, options.samples, options.new_tokens, room, checked)
     if not samples:
-        raise CalibrationError(
-            "no generation would decode sparsely: expected longer prompts, more --new-tokens or"
-            " smaller --budgets"
-        )
+        raise CalibrationError(f"no generation would decode sparsely: expected {_MORE_SPARSE}")
     for name in _OWN_ARGUMENTS:
         if name in options.engine_args:
             raise CalibrationError(f"--engine-args {name}: expected none of {_OWN_ARGUMENTS}")
@@ -304,10 +296,7 @@ def _model(options: CalibrationOptions) -> dict[str, Any]:
     limit = model_value(config, "max_position_embeddings")
     context = options.engine_args.get("context_length") or limit
     if context is None:
-        raise CalibrationError(
-            f"--model-path {options.model_path}: its config has no max_position_embeddings;"
-            " expected context_length in --engine-args"
-        )
+        raise CalibrationError("--engine-args: expected context_length, which the model lacks")
     return {"path": path, "hf_config": config, "context": int(context)}
 
 

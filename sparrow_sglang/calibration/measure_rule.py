@@ -128,9 +128,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
                     progress.advance()
                 found = endpoint.call_sparrow("pairs")
             except RuntimeError as error:
-                raise CalibrationError(
-                    f"the engine failed ({error}): repeat the command"
-                ) from error
+                raise CalibrationError(f"engine failed ({error}): repeat the command") from error
     config = job.hf_config
     shape = (num_layers_of(config), num_kv_heads_of(config), head_dim_of(config) // 2)
     variances = np.zeros(shape)
@@ -161,10 +159,8 @@ def _measured(
     measured = step.work.by_schedule(samples)
     for schedule in schedules:
         if not any(len(tokens.rates) for tokens in measured.get(schedule.name, [])):
-            raise CalibrationError(
-                f"--rule: no token was decoded sparsely under {schedule.name}: expected prompts of"
-                f" more than {schedule.first_sparse_length()} tokens, or more --new-tokens"
-            )
+            least = schedule.first_sparse_length()
+            raise CalibrationError(f"--rule: expected prompts of more than {least} tokens")
     return measured
 
 

@@ -80,10 +80,7 @@ class EngineEndpoint:
         """Empty the prefix cache, after waiting at most `timeout_s` for the server to be idle."""
         result = self._run(self._engine.tokenizer_manager.flush_cache(timeout_s=timeout_s))
         if not result.success:
-            raise EndpointError(
-                f"the engine's prefix cache could not be flushed within {timeout_s} s:"
-                f" {result.message or 'requests are running'}"
-            )
+            raise EndpointError(f"no flush within {timeout_s} s: {result.message or 'not idle'}")
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
         """One of this package's own calls; over HTTP, the route /sparrow/`method`."""

@@ -48,10 +48,8 @@ def acceptance_rate(
     import torch
 
     if sparse_logits.ndim != 2 or sparse_logits.shape != dense_logits.shape:
-        raise ValueError(
-            f"sparse_logits {tuple(sparse_logits.shape)} and dense_logits"
-            f" {tuple(dense_logits.shape)}: expected the same shape [tokens, vocabulary] for both"
-        )
+        shapes = tuple(sparse_logits.shape), tuple(dense_logits.shape)
+        raise ValueError(f"sparse_logits, dense_logits {shapes}: expected [T, V] for both")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: expected a number above 0")
     tokens, vocab = sparse_logits.shape

@@ -92,10 +92,7 @@ def recorded_scores(answer: Mapping[str, Any]) -> SparseScores:
     tokens = meta.get("output_token_logprobs")
     tops = meta.get("output_top_logprobs")
     if tokens is None or tops is None or any(row is None for row in tops):
-        raise ValueError(
-            "the answer holds no log-probs of its tokens: expected a request with"
-            " return_logprob=True and top_logprobs_num of at least 1"
-        )
+        raise ValueError("expected a request with return_logprob=True and top_logprobs_num >= 1")
     return SparseScores(
         logprobs=np.array([entry[0] for entry in tokens], dtype=np.float64),
         top_ids=np.array([[pair[1] for pair in row] for row in tops], dtype=np.int64),

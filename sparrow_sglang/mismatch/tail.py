@@ -67,10 +67,8 @@ class TailStatistics:
         rates = _checked_alpha(alpha)
         of_tokens = np.asarray(bins, dtype=np.int64)
         if of_tokens.shape != rates.shape or (of_tokens < NOT_COUNTED).any():
-            raise ValueError(
-                f"bins {of_tokens.shape}, alpha {rates.shape}: expected [T] for both, and bins of"
-                f" {NOT_COUNTED} or more"
-            )
+            shapes = of_tokens.shape, rates.shape
+            raise ValueError(f"bins, alpha {shapes}: expected [T] and bins >= {NOT_COUNTED}")
         row = zlib.crc32(cluster.encode()) % _GROUPS
         for index in np.unique(of_tokens[of_tokens != NOT_COUNTED]).tolist():
             if index not in self._counts:

@@ -81,7 +81,7 @@ class TestSwitching:
         ],
     )
     def test_what_would_move_landmarks_is_refused(self, other, field):
-        with pytest.raises(ScheduleError, match=f"{other.name}: {field}=.*, as in a, "):
+        with pytest.raises(ScheduleError, match=f"{other.name}: {field}=.*, as in the server's a"):
             other.require_switch_from(A)
 
     def test_budgets_weights_and_more_dense_layers_may_differ(self):
