@@ -18,7 +18,7 @@ FALL = 0.5
 """The entropy has fallen when it is below this share of its value at the beginning. Chosen on three
 collapsed runs under 64 tokens and nine others of an earlier study, with the sampled estimate
 rollout_corr/training_log_ppl in the entropy's place. None of the 31 sparse runs of the lookup study
-(docs/research.md) raises the alarm; without the condition on the reward 18 would."""
+(docs/results.md) raises the alarm; without the condition on the reward 18 would."""
 
 
 def collapse_alarm(rows: Sequence[Mapping[str, float]]) -> bool | None:
