@@ -96,7 +96,9 @@ def require_samples(request: Any) -> None:
         )
 
 
-def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> None:
+def require_servable(
+    request: "TokenizedGenerateReqInput", vocab_size: int, context_tokens: int
+) -> None:
     """Raise `RequestError` unless each field has its type and range."""
     prompt = request.input_ids if request.input_ids is not None else request.input_embeds
     if not prompt and request.mm_inputs is None:
@@ -110,7 +112,7 @@ def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> N
             if value is not None:
                 _require_type(name, value, hint)
                 _require_range(name, value, hint, ranges)
-    _require_logprobs(request, len(prompt or ()))
+    _require_logprobs(request, len(prompt or ()), context_tokens)
     for pattern in _listed(getattr(parameters, "stop_regex_strs", None)):
         if problem := regex_problem(pattern):
             raise RequestError(f"stop_regex={quoted(pattern)}: {problem}")
@@ -118,10 +120,14 @@ def require_servable(request: "TokenizedGenerateReqInput", vocab_size: int) -> N
         _require_round_trip(request)
 
 
-def _require_logprobs(request: "TokenizedGenerateReqInput", prompt_tokens: int) -> None:
+def _require_logprobs(
+    request: "TokenizedGenerateReqInput", prompt_tokens: int, context_tokens: int
+) -> None:
     listed = max(request.top_logprobs_num or 0, len(request.token_ids_logprob or ()))
     start = request.logprob_start_len
-    positions = 1 + (prompt_tokens - start if start >= 0 else 0)
+    room, new = max(1, context_tokens - prompt_tokens), request.sampling_params.max_new_tokens
+    positions = room if new is None else min(new, room)
+    positions += prompt_tokens - start if start >= 0 else 0
     if request.return_logprob and listed > FREE_LOGPROBS and listed * positions > MAX_LOGPROBS:
         raise RequestError(
             f"{listed} log-probs at {positions} positions: expected {MAX_LOGPROBS} at most, or"

@@ -83,7 +83,7 @@ def check_request(
         )
     # An embedding request, which this server refuses for its own reasons, has no such fields.
     if hasattr(request, "top_logprobs_num"):
-        require_servable(request, manager.model_config.vocab_size)
+        require_servable(request, manager.model_config.vocab_size, manager.context_len)
         if state.lossless:
             require_lossless(request, request_state(given).option)
 

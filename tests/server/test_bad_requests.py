@@ -83,25 +83,30 @@ def assert_named(field: str, message: str) -> None:
     assert field in others or field in message or named.get(field, field) in message, message
 
 
-def test_top_logprobs_of_a_long_prompt_are_bounded(client: httpx.Client, monkeypatch: Any) -> None:
+def test_top_logprobs_are_bounded_over_all_positions(
+    client: httpx.Client, monkeypatch: Any
+) -> None:
     from types import SimpleNamespace
 
     from sparrow_sglang.plugin.request_checks import _require_logprobs
     from sparrow_sglang.request_options import RequestError
 
-    def check(start: int, listed: int, prompt: int) -> None:
+    def check(start: int, listed: int, prompt: int, new: int | None = 1) -> None:
         request: Any = SimpleNamespace(
             top_logprobs_num=listed,
             token_ids_logprob=None,
             logprob_start_len=start,
             return_logprob=True,
+            sampling_params=SimpleNamespace(max_new_tokens=new),
         )
-        _require_logprobs(request, prompt)
+        _require_logprobs(request, prompt, 2 * 10**5)
 
     check(0, 20, 10**6)
     check(-1, 150_000, 10**5)
-    with pytest.raises(RequestError):
-        check(0, 150_000, 10**5)
+    check(-1, 40, 10**5, None)
+    for start, new in [(0, 1), (-1, 1000), (-1, None)]:
+        with pytest.raises(RequestError):
+            check(start, 150_000, 10**5, new)
 
 
 def test_a_client_that_leaves_ends_no_request_but_its_own(client: httpx.Client) -> None:
