@@ -58,6 +58,16 @@ def test_one_warning_per_bin_that_falls_below_the_target(warnings):
         assert told[bound] == [pytest.approx(row, abs=1e-6) for row in exact]
 
 
+def test_a_server_that_is_switched_to_dense_shows_no_budget(monkeypatch):
+    shown = set()
+    monkeypatch.setattr(AuditReport, "_set", lambda self, name, *_, **__: shown.add(name))
+    report = AuditReport(SCHEDULE, gauges=False)
+    assert "sparrow:kv_budget_tokens" in shown
+    shown.clear()
+    report.start(SCHEDULE.as_dense())
+    assert "sparrow:kv_budget_tokens" not in shown
+
+
 def test_only_sparsely_decoded_tokens_count_as_in_a_calibration():
     """Else a bin whose steps are mostly dense would hide that its target is missed."""
     positions = np.arange(40, 230)
