@@ -1,8 +1,4 @@
-"""GRPO from sparse rollouts: a light driver whose loop is the algorithm.
-
-Data flow: engine -> rollouts -> dense log-probs -> correction -> advantages -> loss -> optimizer
--> weights -> engine. Only the rollout engines use SGLang.
-"""
+"""GRPO from sparse rollouts: a light driver. Only the rollout engines use SGLang."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -10,8 +10,7 @@ from sparrow_sglang.rl.advantages import Advantages
 from sparrow_sglang.rl.types import Group, Rollout
 
 TokenSequence = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt and its response, or of what was prefilled and what was then decoded; at
-least one of each."""
+"""Token ids prefilled, and then decoded; at least one of each."""
 
 
 def evenly(number: int, count: int) -> list[int]:
@@ -68,8 +67,7 @@ class Batch:
         return self._only(self._divided(count)[0])
 
     def holdout_of(self, count: int) -> "Batch":
-        """The rollouts that `sample_evenly(count)` leaves out, or all if it leaves out none; never
-        retracted ones."""
+        """The rollouts that `sample_evenly` leaves out, or all if it leaves out none."""
         sampled, left = self._divided(count)
         return self._only(left or sampled)
 

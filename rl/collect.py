@@ -37,8 +37,7 @@ class Collected:
 
 
 def collect(run: Run, first: int, clock: Clock) -> Collected:
-    """Groups from the run's prompt number `first` on; the engine has released its memory
-    afterwards."""
+    """Groups from the run's prompt number `first` on; the engine has released its memory."""
     with run.reward_workers.scoring() as scoring:
         sampled = _Sampled(run, scoring, first)
         begun = sampled.begin(run.config.rollout.prompts_per_step)
@@ -128,8 +127,7 @@ def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -
 
 
 def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
-    """`oversubscribe` is taken as the decimal number written: as floats, 50 times 1.1 is above
-    55."""
+    """`oversubscribe` as a decimal number: as floats, 50 times 1.1 is above 55."""
     return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
 
 
@@ -176,8 +174,7 @@ def count_tokens(groups: Sequence[Group]) -> int:
 
 
 def collect_partial(run: Run, first: int, step: int, clock: Clock) -> Collected:
-    """The groups of `step`: carried over, or new ones from the run's prompt number `first` on; only
-    they are scored. The engine has released its memory afterwards."""
+    """As `collect`, of groups carried over and new ones; only trained ones are scored."""
     settings, carried = run.config.rollout, run.state.carried
     count = settings.prompts_per_step
     groups = dict(enumerate(_carried_and_new(run, first)))

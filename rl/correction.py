@@ -53,13 +53,10 @@ def sequence(
     log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmConfig
 ) -> Correction:
     """min(geometric mean of a response's ratios, sequence_cap), the same for all of its tokens.
-
-    The product of the ratios, which is the unbiased weight, vanishes or explodes with the length of
-    a response. The geometric mean does neither, but is biased (slime's `mis_level: geometric`). A
-    response with a token whose ratio is below sequence_veto gets weight 0, because the mean would
-    hide a token that the dense policy cannot have drawn (verl's `rollout_token_veto_threshold`,
-    slime's `mis_veto_threshold`).
-    """
+    Unlike their product, the unbiased weight, it neither vanishes nor explodes with length (slime's
+    `mis_level: geometric`). A response with a token whose ratio is below sequence_veto gets weight
+    0: the mean would hide a token that the dense policy cannot have drawn (verl's
+    `rollout_token_veto_threshold`, slime's `mis_veto_threshold`)."""
     counts = torch.as_tensor(lengths, device=log_ratio.device)
     cap, veto = settings.sequence_cap, settings.sequence_veto
     ratio = _ratio(sequence_sums(log_ratio, lengths) / counts)
@@ -86,12 +83,9 @@ def correct(
     lengths: Sequence[int],
     settings: AlgorithmConfig,
 ) -> Correction:
-    """Weights of the correction that `settings` names, and the mismatch metrics of the batch.
-
-    Both log-probs are [N], for the response tokens of all sequences, concatenated; `lengths` says
-    how many belong to each sequence. Computes in float64. Raises `ValueError` on shapes that do not
-    fit, empty responses and log-probs that are not finite.
-    """
+    """Weights of the correction that `settings` names, and mismatch metrics, in float64. Log-probs
+    are [N], of responses of `lengths` [S]. Raises `ValueError` on shapes that do not fit, empty
+    responses and log-probs that are not finite."""
     shape = (sum(lengths),)
     if dense_logprobs.shape != shape or rollout_logprobs.shape != shape or min(lengths) < 1:
         raise ValueError(
@@ -103,8 +97,7 @@ def correct(
     rollout = rollout_logprobs.detach().double()
     if not (torch.isfinite(dense).all() and torch.isfinite(rollout).all()):
         raise ValueError(
-            "dense_logprobs or rollout_logprobs hold NaN or an infinity: expected finite log-probs,"
-            " as a sampled token has; look for the overflow in the model that produced them"
+            "dense_logprobs or rollout_logprobs hold NaN or an infinity: expected finite log-probs"
         )
     result = CORRECTIONS[settings.correction](dense - rollout, lengths, settings)
     return Correction(result.weights, mismatch_metrics(dense, rollout, lengths) | result.metrics)

@@ -1,8 +1,5 @@
-"""DistillSparse: a LoRA adapter for rollouts only, trained towards the dense distribution.
-
-The dense policy never computes with it: it is disabled except inside `SparseAdapter.enabled`, and a
-step of the adapter leaves the policy's weights as they are (Algorithm 1 of arXiv:2606.08446).
-"""
+"""DistillSparse (Algorithm 1 of arXiv:2606.08446): a LoRA adapter for rollouts only, trained
+towards the dense distribution. It is disabled except inside `SparseAdapter.enabled`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,8 +53,7 @@ class SparseAdapter:
     are its measurements. Steps compute with the whole adapter."""
 
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
-        """Put an adapter that changes nothing yet into the policy's model. Raises as
-        `require_modules`."""
+        """Changes nothing in the policy's model yet. Raises as `require_modules`."""
         self.scale = 0.0
         self.gains: list[Gains] = []
         self._policy = policy
@@ -187,8 +183,7 @@ class SparseAdapter:
     def merged_weights(
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's weights plus `scale` times the adapter, under their checkpoint names; summed
-        in fp32, then rounded to `dtype`."""
+        """Weights plus `scale` times the adapter, summed in fp32, then rounded to `dtype`."""
         for name, parameter, master in self._policy.named_parameters():
             layer = self._layers.get(name.removesuffix(".weight"))
             if layer is None or self.scale == 0:

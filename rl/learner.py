@@ -158,8 +158,7 @@ class Learner:
     def update(
         self, batch: Batch, scored: Scored, reference: torch.Tensor | None, lr: float
     ) -> Updated:
-        """One optimizer step per mini-batch; metrics are means over those taken. `reference` [N] is
-        for the KL term."""
+        """One optimizer step per mini-batch; metrics are means over those taken."""
         policy, settings = self.policy, self._config.algorithm
         policy.optimizer.set_learning_rate(lr)
         rows: list[dict[str, float]] = []

@@ -53,8 +53,7 @@ def policy_loss(
 
 
 def token_shares(aggregation: str, lengths: Sequence[int]) -> torch.Tensor:
-    """Factors fp32 [n] that turn a mean over n tokens into `aggregation`; `lengths` [S] sum up to
-    n."""
+    """Factors fp32 [n] that turn a mean over n = sum of `lengths` into `aggregation`."""
     tokens = sum(lengths)
     if aggregation == "token_mean":
         return torch.ones(tokens)

@@ -14,10 +14,8 @@ from sparrow_sglang.rl.types import Group, Rewards, Rollout, known_rewards
 from sparrow_sglang.schedule import BudgetSchedule
 
 LOG_RATIO_BOUND = 20.0
-"""Log ratios of importance weights are cut to +-20 before they are exponentiated, as verl does.
-
-`k3_kl`, perplexities and the veto of the sequence correction take them uncut.
-"""
+"""As in verl, log ratios of importance weights are cut to +-20 before they are exponentiated;
+`k3_kl`, perplexities and the veto of the sequence correction take them uncut."""
 
 
 def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""The trainer workers of a run, one per GPU, and how they exchange values.
-
-A run in one process has no process group, and every call returns what it was given.
-"""
+"""The trainer workers of a run, one per GPU, and how they exchange values."""
 
 from collections import defaultdict
 from collections.abc import Mapping

@@ -125,9 +125,8 @@ class _Engine:
 
 
 class RayEngines(RolloutEngine):
-    """Any number of engines behind the interface of one, each with `cluster.gpus_per_engine` GPUs
-    of one host. Colocated ones share those of trainers: `places` are a Ray node and its CUDA
-    devices for each."""
+    """Engines behind the interface of one, each with GPUs of one host. Colocated ones share those
+    of trainers: `places` are a Ray node and its CUDA devices for each."""
 
     def __init__(
         self,
@@ -230,8 +229,7 @@ class RayEngines(RolloutEngine):
             engine.actor.stop.remote(self._rollouts)
 
     def load(self, send: Send, version: str) -> str | None:
-        """`send` sends weights to all engines; later rollouts carry `version`. Raises
-        `EngineDied`."""
+        """`send` sends weights to all engines, of `version`. Raises `EngineDied`."""
         self._loaded = False
         self._call_all("prepare_load")
         adapter = send({slot: engine.actor for slot, engine in self._engines.items()})

@@ -17,8 +17,7 @@ _NCCL_ARGUMENTS = {
     "NCCL_CUMEM_ENABLE": ("enable_symm_mem",),
     "NCCL_NVLS_ENABLE": ("enable_symm_mem", "enable_nccl_nvls"),
 }
-"""Variables that SGLang sets in its processes, 0 unless one of these arguments is true
-(`_set_envs_and_config` in 0.5.17)."""
+"""Variables that SGLang sets, 0 unless an argument is true (`_set_envs_and_config`, 0.5.17)."""
 
 
 @contextmanager
@@ -36,9 +35,8 @@ def connected(config: ClusterConfig) -> Iterator[None]:
         gpus, needed = ray_gpus(), config.gpus
         if 0 < gpus < needed:
             raise InputError(
-                f"cluster.trainers={config.trainers}, engines={config.engines} of"
-                f" {config.gpus_per_engine} GPUs, colocate={str(config.colocate).lower()}: they"
-                f" need {needed} GPUs, and Ray has {gpus}; lower them, or add hosts by `ray start`"
+                f"cluster.trainers={config.trainers} and engines={config.engines} need {needed}"
+                f" GPUs: Ray has {gpus}; add hosts by `ray start`"
             )
         yield
     finally:
@@ -68,8 +66,7 @@ def actor_options(server_args: Mapping[str, Any], **variables: str) -> dict[str,
 
 
 def use_network_of_ray() -> None:
-    """Point gloo at Ray's network, unless the user names another: by itself it takes the address of
-    the host's name, often 127.0.0.1."""
+    """By itself, gloo takes the address of the host's name, often 127.0.0.1."""
     address = ray.util.get_node_ip_address()
     for name, found in psutil.net_if_addrs().items():
         if any(one.address == address for one in found):

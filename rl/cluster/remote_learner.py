@@ -1,5 +1,4 @@
-"""The learner of a run with `[cluster]`: the calls of `Learner`, on all trainer workers. Weights
-never pass through this process."""
+"""The learner of a run with `[cluster]`: the calls of `Learner`, on all trainer workers."""
 
 import time
 from collections.abc import Mapping

@@ -30,15 +30,13 @@ class TrainerActor:
         self._read = lru_cache(maxsize=1)(ray.get)
 
     def place(self) -> tuple[str, str, tuple[str, int]]:
-        """The Ray node, the CUDA device on it ("" without a GPU), and the address for other
-        ranks."""
+        """Ray's node, its CUDA device ("" without a GPU), and the address for other ranks."""
         context = ray.get_runtime_context()
         devices = ",".join(context.get_accelerator_ids().get("GPU", []))
         return context.get_node_id(), devices, (self._address, self._store.port)
 
     def load(self, ranks: Ranks, address: tuple[str, int], threads: int) -> torch.dtype:
-        """Enter torch's default process group and load the model; returns the serving dtype.
-        `threads` are for an offloaded optimizer."""
+        """Returns the serving dtype; `threads` are for an offloaded optimizer."""
         # Ray gives an actor without CPUs of its own a single one.
         torch.set_num_threads(threads)
         limit = timedelta(seconds=self._cluster.collective_timeout_s)
@@ -54,8 +52,7 @@ class TrainerActor:
         return self._learner.compute_dtype
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call that method of this actor, else of the learner, on all ranks; references are
-        read."""
+        """Call that method of this actor, else of the learner; references are read."""
         owner = self if hasattr(self, method) else self._learner
         values = [self._read(a) if isinstance(a, ray.ObjectRef) else a for a in arguments]
         result = getattr(owner, method)(*values)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from sparrow_sglang.rl.engines.processes import EngineDied
 
 LIMIT_S = 180.0
-"""Time limit for all engines to join, and for one bucket to be sent and loaded; the first bucket's
-time includes the set-up of NCCL's connections."""
+"""For all engines to join, and for one bucket; the first one sets up NCCL's connections."""
 
 
 class WeightBroadcast:

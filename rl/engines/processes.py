@@ -50,8 +50,7 @@ def take_signals_back(loop: AbstractEventLoop, on_sigterm: Any) -> None:
 
 
 def _ignore(signum: int, frame: Any) -> None:
-    """Ignores the signal that a failing engine process sends to its parent: `require_alive` will
-    find it dead."""
+    """A failing engine process sends it to its parent; `require_alive` will find it dead."""
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -24,8 +24,7 @@ POLL_S = 1.0
 
 @dataclass(eq=False)
 class Responses:
-    """Responses that `manager`, SGLang's tokenizer manager, samples. `switchable`: the engine has
-    the sparrow backend."""
+    """Of SGLang's tokenizer manager. `switchable`: the engine has the sparrow backend."""
 
     manager: Any
     loop: asyncio.AbstractEventLoop

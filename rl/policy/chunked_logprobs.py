@@ -29,10 +29,7 @@ def token_logprobs(
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """hidden [n, H] @ weight.T [H, V] / temperature in fp32.
-
-    Differentiable in `hidden`; `weight` is constant.
-    """
+    """hidden [n, H] @ weight.T [H, V] / temperature in fp32, differentiable in `hidden`."""
     result: torch.Tensor = _Logits.apply(hidden, weight, temperature)
     return result
 

@@ -1,5 +1,4 @@
-"""The trained model: dense log-probs of responses, and the optimizer's step. Sequences are packed
-into micro-batches without padding; each attends to itself only."""
+"""The trained model: dense log-probs of responses, and the optimizer's step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,8 +118,7 @@ batch, sequences one after the other, both on the policy's device) -> scalar; lo
 
 @dataclass(frozen=True)
 class StepResult:
-    """Summed loss, gradient norm before clipping, micro-batches. No step was `taken` if the norm is
-    not finite."""
+    """Summed loss, and gradient norm before clipping. No step was `taken` if it is not finite."""
 
     loss: float
     grad_norm: float
@@ -212,8 +210,7 @@ class DensePolicy:
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
     ) -> list[torch.Tensor]:
-        """Log-probs fp32 [T] per response, on the CPU: dense, or those of a server with
-        `schedule`."""
+        """Log-probs fp32 [T] per response, on the CPU: dense, or by `schedule`."""
         return self.score_with_entropy(sequences, temperature, schedule)[0]
 
     @torch.no_grad()
@@ -335,8 +332,7 @@ class DensePolicy:
         return StepResult(float(total), norm, count)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-        """Checkpoint name, parameter (maybe sharded), and fp32 weights of the optimizer (own
-        rows)."""
+        """Name, parameter (maybe sharded), and the optimizer's fp32 weights (own rows)."""
         for (name, parameter), master in zip(self._named, self._masters, strict=True):
             yield name, parameter, master.detach()
 
@@ -402,12 +398,7 @@ class DensePolicy:
         return hidden.bfloat16() if on_gpu else hidden
 
     def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
-        for index, (prompt, response) in enumerate(sequences):
-            if not (prompt and response):
-                raise ValueError(
-                    f"sequences[{index}] has {len(prompt)} prompt and {len(response)} response"
-                    " tokens: expected at least one of each"
-                )
+
         lengths = [len(prompt) + len(response) for prompt, response in sequences]
         starts = np.cumsum([0, *(len(response) for _, response in sequences)])
         packs = pack(lengths, self._micro_batch_tokens)
@@ -424,10 +415,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def unsupported(hf_config: Any, head_bias: bool = False) -> str | None:
-    """Why a model with this Hugging Face config cannot be trained; None if it can.
-
-    `head_bias` says whether its vocabulary projection has a bias.
-    """
+    """Why a model with this Hugging Face config cannot be trained; None if it can."""
     config = text_config(hf_config)
     # transformers holds the experts of a layer in one tensor, under a name that SGLang's loader
     # skips without an error: rollouts would go on with the experts of the start.

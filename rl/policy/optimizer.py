@@ -57,8 +57,7 @@ class ClippedAdamW(torch.optim.AdamW):
         )
 
     def clipped_step(self) -> float:
-        """Take one step if the gradient is finite, otherwise log it; clears it, and returns its
-        norm before clipping."""
+        """Skips a gradient that is not finite; returns its norm before clipping."""
         total = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if self._ranks.world > 1:
             total = self._ranks.add(total.square()).sqrt()
@@ -101,8 +100,7 @@ def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
-    """Move a micro-batch's gradient into the fp32 sum of `master`: a bf16 sum would drop addends
-    below a 256th of it."""
+    """Into an fp32 sum: a bf16 sum would drop addends below a 256th of it."""
     assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
     gradient = local(parameter.grad).to(master.device)
     if master.grad is None:

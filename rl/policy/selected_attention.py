@@ -1,5 +1,4 @@
-"""Attention of late positions over selected pages. The selection takes one bit per KV head,
-position and page; the backward pass keeps nothing else besides what attention itself needs."""
+"""Attention of late positions over selected pages, one bit per KV head, position and page."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
-"""A model whose weights are sharded over ranks by FSDP2: rows of each matrix on each rank.
-
-Gradients are reduced after each micro-batch, so that no rank ever holds all.
-"""
+"""A model sharded over ranks by FSDP2. Gradients are reduced after each micro-batch, so that no
+rank ever holds all."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -167,8 +167,7 @@ class SparseRule:
             yield kept.unflatten(0, (len(scores), -1)).transpose(1, 2)
 
     def once(self, place: Hashable, choose: Callable[[], Any]) -> Any:
-        """The result of `choose` at this place; the second call, of gradient checkpointing, repeats
-        and forgets the first."""
+        """The result of `choose`, twice: gradient checkpointing repeats the forward pass."""
         if place in self._chosen:
             return self._chosen.pop(place)
         chosen = self._chosen[place] = choose()

@@ -184,8 +184,7 @@ def response_rows(
     decode: Decode,
     tails: Mapping[tuple[str, int], float] | None = None,
 ) -> list[dict[str, Any]]:
-    """`rewards` and sub-scores `parts` are per group, for its responses; `tails` are keyed by
-    prompt id and sample. "length" is in tokens."""
+    """`rewards` and `parts` are per group; `tails` are keyed by prompt id and sample."""
     return [
         {
             "task": group.prompt.task,

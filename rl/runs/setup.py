@@ -50,8 +50,7 @@ class Setup:
 
 
 def check(config: TrainConfig) -> None:
-    """Checks within a second, before torch is imported: settings, files and their lines, no model.
-    Raises as `prepare`."""
+    """Checks within a second, before torch is imported, without a model. Raises as `prepare`."""
     _check_settings(config)
     if config.engine.schedule != AUTO:
         _schedule(config, None)
@@ -83,8 +82,7 @@ def _check_settings(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig) -> Setup:
-    """Check all that takes seconds. Raises `InputError`, `ScheduleError` or `ModelError` on what
-    `config` names and is not there, is wrong or does not fit the rest."""
+    """Raises `InputError`, `ScheduleError` or `ModelError` on what does not exist or fit."""
     _check_settings(config)
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _loaded(config, model_path)

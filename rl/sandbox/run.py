@@ -1,5 +1,4 @@
-"""Runs Python programs of a model in the sandbox "bubblewrap", or on a SandboxFusion server by
-URL."""
+"""Runs programs of a model in bubblewrap, or on a SandboxFusion server by URL."""
 
 import math
 import time
@@ -106,10 +105,9 @@ def check_sandbox(sandbox: str) -> None:
     if sandbox != BUBBLEWRAP:
         raise SandboxError(f"{problem}; expected the address of a SandboxFusion server that runs")
     raise SandboxError(
-        "programs of the model need a sandbox. bubblewrap does not work here:"
-        f' {problem}. Run "apt-get install -y bubblewrap" (0.8 or newer) where namespaces are'
-        " allowed (a container needs --privileged), or set task.options.sandbox ="
-        ' "http://HOST:8080", the address of a SandboxFusion server'
+        f'bubblewrap does not work: {problem}. Run "apt-get install -y bubblewrap" (0.8 or newer)'
+        " where namespaces are allowed (a container needs --privileged), or set"
+        ' task.options.sandbox = "http://HOST:8080" to a SandboxFusion server'
     )
 
 

@@ -75,8 +75,6 @@ def _load_mix(config: TaskSource, render: Render) -> Task:
     if not config.options:
         raise InputError("task.options holds no tasks: task 'mix' expects [task.options.NAME]")
     for label, fields in config.options.items():
-        if not label:
-            raise InputError(f"task.options={quoted(config.options)} has a task without a name")
         try:
             source = TaskSource.model_validate(fields)
             task = load_task(source, render)

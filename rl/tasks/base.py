@@ -93,8 +93,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 class ChatRender:
-    """Renders by the chat template of a transformers tokenizer. `opens_thinking`: the last prompt
-    ended with <think>."""
+    """Renders by a chat template. `opens_thinking`: the last prompt ended with <think>."""
 
     def __init__(self, tokenizer: Any, **variables: Any) -> None:
         self._tokenizer, self._variables = tokenizer, variables

@@ -1,8 +1,5 @@
-"""Programming: a Python program that is run on tests in a sandbox.
-
-Data files hold "prompt" and "tests", a list of objects with "input" and "output": what a program
-reads from stdin and prints or, with "fn_name", the arguments and the value of that function.
-"""
+"""Programming: a Python program that is run on tests in a sandbox. Data files hold "prompt" and
+"tests", see `code_tests`; with "fn_name" tests are of that function."""
 
 import re
 import time

@@ -78,10 +78,8 @@ _FORM = re.compile(r"\b(?:factori[sz]e|factored|expand(?:ed)?|factor(?! of| by))
 
 @lru_cache(maxsize=4096)
 def equal(expected: str, given: str, question: str = "") -> bool:
-    """Whether `given` is the answer `expected` to `question`.
-
-    What the question shows, or what is left to compute, is an answer only if it is expected so.
-    """
+    """What the question shows, or what is left to compute, is an answer only if it is `expected`
+    so."""
     # Expected answers may be whole solutions.
     box = last_box(expected)
     gold, answer = _cleaned(box[0] if box else expected), _cleaned(given)

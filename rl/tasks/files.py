@@ -1,7 +1,4 @@
-"""Prompts of your data files, rewarded by a function of yours.
-
-The reward finds all columns of its row in `prompt.payload`.
-"""
+"""Prompts of your data files, rewarded by a function of yours, which gets the row as `payload`."""
 
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,7 +1,4 @@
-r"""Mathematics: the final answer of a response, compared to the expected one.
-
-Data files hold "prompt" and "answer": a number, or a string in LaTeX or plain notation.
-"""
+"""Mathematics: the final answer of a response, compared to the expected "answer" of a row."""
 
 import re
 from collections.abc import Mapping

@@ -176,8 +176,7 @@ class Scoring:
         return self._scored(number, Counter())[0]
 
     def wait(self) -> None:
-        """For `total_timeout_s` at most, after which rewards are missing; raises
-        `RewardsFailed`."""
+        """For `total_timeout_s` at most; raises `RewardsFailed`."""
         jobs = set(self.jobs) - self._late
         found = wait(jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
         for job in found.done:

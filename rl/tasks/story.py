@@ -1,9 +1,11 @@
-"""A built-in task without data files: a story with all of the given words. Small models learn it
-quickly; responses are long, so that decode is sparse, and each word is looked up in the prompt."""
+"""A task without data files, that small models learn quickly: a story with all of the given
+words."""
 
 import random
 import re
 from collections.abc import Iterator
+from itertools import combinations
+from math import comb
 
 from pydantic import Field
 
@@ -34,8 +36,7 @@ class StoryOptions(Options):
 
 
 def load(config: TaskSource, render: Render) -> Task:
-    """The same prompts for the same options on any machine. Raises `InputError` if there are too
-    few choices of words."""
+    """The same prompts on any machine. Raises `InputError` on too few choices of words."""
     options = parse_options(StoryOptions, config)
     choices = _choices(options.words, options.seed)
     count = options.train + options.heldout
@@ -49,8 +50,8 @@ def load(config: TaskSource, render: Render) -> Task:
         prompts.append(Prompt("-".join(words), config.name, ids, payload))
     if len(prompts) < count:
         raise InputError(
-            f"task.options.train={options.train} and heldout={options.heldout} ask for {count}"
-            f" choices of {options.words} words: expected at most {len(prompts)} together"
+            f"task.options.train={options.train} and heldout={options.heldout}: expected at most"
+            f" {len(prompts)} together"
         )
     # Held-out prompts first, so that they stay the same whatever the number of training prompts.
     return Task(tuple(prompts[options.heldout :]), tuple(prompts[: options.heldout]), reward)
@@ -64,9 +65,6 @@ def reward(prompt: Prompt, text: str) -> float:
 
 def _choices(count: int, seed: int) -> Iterator[tuple[str, ...]]:
     """Different sets of words, in a random order that depends on `seed` only."""
-    from itertools import combinations
-    from math import comb
-
     random_ = random.Random(seed)
     total = comb(len(WORDS), count)
     if total <= 50_000:
