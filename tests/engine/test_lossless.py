@@ -139,12 +139,6 @@ def test_an_empty_bias_is_none(lossless: Any) -> None:
     assert empty["output_ids"] == without["output_ids"]
 
 
-def test_a_stream_has_the_same_tokens(lossless: Any) -> None:
-    fields = {"input_ids": random_prompt(16, 90), "sampling_params": greedy(30)}
-    *_, last = lossless.generate(**fields, stream=True)
-    assert last["output_ids"] == lossless.generate(**fields)["output_ids"]
-
-
 def test_retracted_requests_are_answered_as_in_stock_sglang(lossless: Any, stock: Any) -> None:
     fields = {
         "input_ids": [random_prompt(20 + seed, 60) for seed in range(8)],
@@ -246,11 +240,6 @@ def test_defaults(make_args: Any) -> None:
     assert view.max_running_requests == 128
     schedule, _ = resolve_schedule(args, read_model_config(args).hf_config)
     assert schedule.name == "drafts"
-
-
-def test_it_needs_the_backend(make_args: Any) -> None:
-    with pytest.raises(ValueError, match="attention-backend"):
-        make_args(attention_backend="torch_native", sparrow_schedule=None, **DRAFTS)
 
 
 def test_windows_are_rejected(make_args: Any, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from sandbox_server import sandbox_server
 
@@ -23,8 +22,7 @@ from sparrow_sglang.rl.sandbox.run import (
     sandbox_problem,
 )
 from sparrow_sglang.rl.tasks.code import reward
-from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.rl.types import Prompt
 
 PROBLEM = sandbox_problem(BUBBLEWRAP)
 pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=f"no sandbox: {PROBLEM}")
@@ -205,23 +203,6 @@ except OSError: print('full')
 @pytest.mark.parametrize("source", [DEEP, UNLINKED])
 def test_no_file_hides_from_the_limit(source: str) -> None:
     assert run_python(source, "", PATIENT).stdout == "full\n"
-
-
-def test_a_pool_that_gives_up_leaves_no_process() -> None:
-    payload = {
-        "tests": [{"input": "", "output": ""}],
-        "limits": {"wall_clock_s": 60.0, "memory_bytes": 1 << 30},
-        "sandbox": BUBBLEWRAP,
-    }
-    text = "```python\nopen('file', 'w').write('x'); import time; time.sleep(60)\n```"
-    rollout = Rollout("p", 0, (1,), (2,), np.zeros(1, np.float32), "stop", "0", "dense", text)
-    group = Group(Prompt("p", "code", (1,), payload), (rollout,))
-    with (
-        RewardPool(reward, workers=1, timeout_s=4.0) as pool,
-        pytest.raises(RewardsFailed, match="timeouts"),
-    ):
-        pool.score([group])
-    assert programs() == []
 
 
 def test_sockets_outside_are_out_of_reach() -> None:

@@ -45,30 +45,6 @@ def odd_value(draw: random.Random, depth: int = 0) -> Any:
     return {key: odd_value(draw, depth + 1) for key in keys}
 
 
-def near_value(draw: random.Random, value: Any) -> Any:
-    """A value close to `value`, which may be valid, too."""
-    if isinstance(value, bool):
-        return draw.choice([not value, int(value), str(value), [value]])
-    if isinstance(value, int | float):
-        close = [value + 1, value - 1, value * 2, value * 16, -value, value / 2, float(value), 0]
-        return draw.choice([*close, str(value), [value], value + 16])
-    if isinstance(value, str):
-        return draw.choice([value + "x", value[:-1], value.upper(), [value], value + "\n", ""])
-    if isinstance(value, list) and value:
-        changed, i = list(value), draw.randrange(len(value))
-        what = draw.randrange(5)
-        if what == 0:
-            del changed[i]
-        elif what == 1:
-            changed.insert(i, changed[i])
-        elif what == 2:
-            changed[i] = odd_value(draw)
-        else:
-            changed[i] = near_value(draw, changed[i])
-        return changed
-    return odd_value(draw)
-
-
 def changed(draw: random.Random, fields: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
     """A deep copy of `fields` with up to two of them changed.
 
@@ -82,8 +58,6 @@ def changed(draw: random.Random, fields: Mapping[str, Any], known: list[str]) ->
         elif kind < 0.15:
             name = draw.choice([*_KEYS, name + "s", name[:-1], name.upper(), "a\nb", "k" * 3000])
             result[name] = draw.choice([1, "x", None])
-        elif kind < 0.55 and name in result:
-            result[name] = near_value(draw, result[name])
         else:
             result[name] = odd_value(draw)
     return result

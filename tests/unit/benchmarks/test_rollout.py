@@ -1,6 +1,5 @@
 """`sparrow bench rollout` without an engine: lengths, requests, options, a side that fails."""
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparrow_sglang.benchmarks import common
-from sparrow_sglang.benchmarks.rollout import make_requests, synthetic_lengths
+from sparrow_sglang.benchmarks.rollout import synthetic_lengths
 from sparrow_sglang.commands import cli
 
 
@@ -22,18 +21,6 @@ def test_synthetic_lengths_have_their_mean_and_stop_at_the_cut_off(count: int, m
     again = synthetic_lengths(count, mean, 32768, seed=2)
     assert sorted(again) == sorted(lengths)
     assert mean == 1 or again != lengths
-
-
-def test_eight_sequences_share_a_prompt_and_turns_share_the_tokens() -> None:
-    options = argparse.Namespace(prompt_tokens=32, turns=3, message_tokens=5)
-    requests = make_requests(list(range(3, 23)), options, vocab_size=50, seed=3)
-    assert [sum(request.turns) for request in requests] == list(range(3, 23))
-    assert requests[5].turns == [3, 3, 2] and len(requests[5].message) == 5
-    prompts = [request.prompt for request in requests]
-    assert all(len(prompt) == 32 and set(prompt) <= set(range(50)) for prompt in prompts)
-    for start, stop in ((0, 8), (8, 16), (16, 20)):
-        assert all(prompt == prompts[start] for prompt in prompts[start:stop])
-    assert prompts[0] != prompts[8] != prompts[16]
 
 
 @pytest.mark.parametrize("fails", [True, False])

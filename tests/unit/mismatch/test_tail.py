@@ -51,15 +51,6 @@ class TestTailStatistics:
                 assert item.mean == pytest.approx(inside.mean(), rel=1e-12)
         assert statistics.tokens() == {item.bin: item.tokens for item in bins}
 
-    @pytest.mark.parametrize("tokens", [1, 19, 20, 21, 40, 41, 100])
-    def test_rank_at_small_counts(self, tokens: int) -> None:
-        values = np.linspace(0, 1, tokens) if tokens > 1 else np.array([0.3])
-        statistics = TailStatistics()
-        statistics.add("one", np.zeros(tokens, dtype=int), values)
-        # The smallest value that at least 5 % of the tokens do not exceed.
-        expected = next(v for i, v in enumerate(values, 1) if 20 * i >= tokens)
-        assert abs(statistics.bins()[0].tail - expected) <= GRID_ERROR + 1e-12
-
     def test_full_agreement_is_exactly_one_and_none_exactly_zero(self) -> None:
         statistics = TailStatistics()
         statistics.add("same", [0] * 30, [1.0] * 30)

@@ -55,16 +55,6 @@ class TestExperts:
         experts = Experts(number, per_token, size=1, layers=1)
         assert experts.expected(batch) == pytest.approx(np.mean(read))
 
-    def test_where_experts_are(self) -> None:
-        def layers(**change: Any) -> int:
-            experts = ModelShape.from_config(ROUTED | {"num_hidden_layers": 6} | change).experts
-            return experts.layers if experts else 0
-
-        assert layers(mlp_only_layers=[]) == 6
-        # Layers 1, 3 and 5 have experts, then only 1 and 5.
-        assert layers(mlp_only_layers=[], decoder_sparse_step=2) == 3
-        assert layers(mlp_only_layers=[0, 3], decoder_sparse_step=2) == 2
-
     def test_mixtral_names_experts_otherwise(self) -> None:
         names = {"num_experts": None, "num_local_experts": 8, "moe_intermediate_size": None}
         shape = ModelShape.from_config(ROUTED | names)

@@ -107,17 +107,6 @@ def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ran
     make_args(model, tp_size=int(allowed.rpartition(" ")[2]))
 
 
-def test_experts_that_ranks_cannot_share(make_args, tmp_path):
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
-    model = save_config(tmp_path, **config, **shape, num_experts=8, num_experts_per_tok=2)
-    with pytest.raises(ValueError) as error:
-        make_args(model, tp_size=6, ep_size=6)
-    assert "ep_size=6" in str(error.value)
-    assert "tp_size" not in str(error.value)
-    make_args(model, tp_size=2, ep_size=2)
-
-
 @pytest.mark.parametrize(
     "config",
     [

@@ -119,31 +119,6 @@ def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
     assert chosen.segments == segments(0, 2, 4) and rest == (SCHEDULE, TEMPERATURE)
 
 
-def test_on_the_same_responses_a_policy_with_an_adapter_learns_the_same(sharp_llama: str) -> None:
-    """Weights, moments and log-probs agree bit for bit, whatever share of the adapter is in use."""
-    given = config(distill={"enabled": True, "rank": 4, "lr": 1e-2})
-    draw = torch.Generator().manual_seed(0)
-    advantages, recorded = torch.randn(2, 360, generator=draw)
-    responses = replace(batch(), advantages=advantages, rollout_logprobs=recorded - 5)
-    found = []
-    for adapted in (False, True):
-        policy = new_policy(sharp_llama)
-        adapter = SparseAdapter(policy, given.distill) if adapted else None
-        trained = Learner(given, policy, adapter=adapter)
-        for scale in (0.0, 0.5, 1.0):
-            scored = trained.score(responses)
-            trained.acceptance(responses, SCHEDULE)
-            trained.update(responses, scored, None, 1e-3)
-            trained.distill(responses, SCHEDULE)
-            if adapter is not None:
-                adapter.scale = scale
-        found.append({"logprobs": scored.logprobs, **policy.state_dict()})
-    without, with_adapter = found
-    assert adapter is not None and all(tensor.any() for tensor in adapter.tensors().values())
-    assert without.keys() == with_adapter.keys()
-    assert all(torch.equal(with_adapter[name], without[name]) for name in without)
-
-
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_the_learning_rate_after_its_warm_up_is_that_of_transformers(decay: str) -> None:
     settings = OptimizerConfig(lr=2.0, warmup_steps=4, decay=decay)
