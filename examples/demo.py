@@ -1,7 +1,4 @@
-"""What `make demo` runs: a long prompt, decoded sparsely and densely, then three training steps.
-
-One engine does both. Needs neither accelerator nor network.
-"""
+"""What `make demo` runs: a long prompt, decoded sparsely and densely, then three training steps."""
 
 import argparse
 import os
@@ -34,7 +31,7 @@ QUESTION = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer; times in seconds. `meta` is the engine's own report of it."""
+    """One streamed answer; `meta` is the engine's own report of it."""
 
     first_token_s: float
     decode_s: float
@@ -42,20 +39,17 @@ class Answer:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Speed between the first token and the last, so without the prompt."""
         return float(self.meta["completion_tokens"] - 1) / self.decode_s
 
 
 def long_prompt() -> str:
-    """A part of Python's own reference, and a question about it."""
     text = "\n\n".join(topics[topic].strip() for topic in READING)
     text = re.sub(r"\n{3,}", "\n\n", text)[-READING_CHARS:]
     return f"Here is a part of the Python language reference.\n\n{text}\n\n{QUESTION}"
 
 
 def prepare_environment() -> None:
-    """Have SGLang skip all models but the embedded one, which halves its start-up, and leave out
-    warnings and progress bars."""
+    """Have SGLang skip all models but the embedded one, which halves its start-up; silence it."""
     spec = find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "models"
@@ -72,9 +66,8 @@ def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     sampling = {
         "max_new_tokens": num_tokens,
-        # The likeliest tokens, so that the answers can be compared; a model of this size repeats
-        # itself without the penalty.
         "temperature": 0,
+        # A model of this size repeats itself without.
         "frequency_penalty": 0.4,
         "ignore_eos": True,
         "custom_params": {"sparrow": {"report": True, "dense": dense}},
@@ -89,7 +82,6 @@ def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:
 
 
 def report(sparse: Answer, dense: Answer) -> None:
-    """Print what was read and how fast it went."""
     kv = sparse.meta["sparrow"]
     cached, read = kv["kv_tokens_cached_mean"], kv["kv_tokens_read_mean"]
     gain = sparse.decode_tokens_per_s / dense.decode_tokens_per_s
@@ -108,7 +100,6 @@ def report(sparse: Answer, dense: Answer) -> None:
 
 
 def generate(engine: Any, num_tokens: int) -> None:
-    """Answer the prompt sparsely and densely, and compare."""
     prompt = long_prompt()
     print(f"\nprompt: {len(prompt)} characters of Python's reference, then:")
     print(f"  {QUESTION}\n\nsparse answer:\n")
@@ -133,19 +124,14 @@ def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
         set_schedule(engine, SCHEDULE)
         generate(engine, num_tokens)
         if training:
-            print(
-                "\ntraining: three small steps of GRPO on the same model, from sparse rollouts; the"
-                "\n  task is to use a given word in a story",
-                flush=True,
-            )
+            print("\ntraining: three steps of GRPO; use a given word in a story", flush=True)
             set_schedule(engine, config.engine.schedule)
             for step in range(config.steps):
                 clock = run.log.clock()
                 train_step(run, step, roll_out(run, step, clock), clock)
             print(
                 "p05 acceptance: the tail of the acceptance rate; 0.86 is considered safe. A budget"
-                "\n  of 48 tokens is far too small, and chosen so that responses this short leave"
-                "\n  something out"
+                "\n  of 48 tokens is too small, so that such short responses leave something out"
             )
         # No checkpoint is written.
         run.saved = run.state.step
@@ -161,20 +147,14 @@ where to go next
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Sparse against dense decode, and sparse training."
-    )
-    parser.add_argument(
-        "--tokens", type=at_least(2), default=64, help="tokens to generate (default 64)"
-    )
+    parser = argparse.ArgumentParser(description="Sparse against dense decode, and training.")
+    parser.add_argument("--tokens", type=at_least(2), default=64, help="to generate (default 64)")
     parser.add_argument("--no-training", action="store_true", help="leave the training out")
     args = parser.parse_args(argv)
     exit_on_sigterm()
     prepare_environment()
     try:
-        print(
-            "model: preparing SmolLM2-135M-Instruct (half a minute at the first time)", flush=True
-        )
+        print("model: SmolLM2-135M-Instruct (half a minute at the first time)", flush=True)
         embedded_model()
         print("starting the engine, which takes about half a minute", flush=True)
         with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder:

@@ -1,8 +1,4 @@
-"""What the endpoint offers, asked for with the official openai client; README.md is beside it.
-
-In: a running server, named by OPENAI_BASE_URL, and its key in OPENAI_API_KEY, as the client reads
-them. Out, on the terminal: each answer.
-"""
+"""What a server offers to the official openai client, which reads OPENAI_BASE_URL and _API_KEY."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +46,7 @@ def complete(client: openai.OpenAI, model: str) -> None:
 
 
 def budgets(client: openai.OpenAI, model: str) -> None:
-    """Send one prompt at once under the server's default, densely, and with smaller KV budgets."""
+    """Send one prompt at once under the server's default, densely, and with a smaller KV budget."""
     options: list[dict[str, Any]] = [{}, {"dense": True}, {"kv_budget_tokens": 128}]
 
     def ask(option: dict[str, Any]) -> str:
@@ -61,7 +57,6 @@ def budgets(client: openai.OpenAI, model: str) -> None:
             temperature=0,
             extra_body={"custom_params": {"sparrow": option | {"report": True}}},
         )
-        # The report is no field of OpenAI's, so the client hands it over as it came.
         [used] = answer.metadata["sparrow"]  # type: ignore[attr-defined]
         return (
             f"{option or 'default'}: schedule {used['schedule']}, KV tokens read"

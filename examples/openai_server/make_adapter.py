@@ -1,7 +1,4 @@
-"""Write a LoRA adapter with small random weights for the small model, to try adapters with.
-
-In: the folder to write. Out: what PEFT's `save_pretrained` writes. Needs peft.
-"""
+"""Write a LoRA adapter with small random weights for the embedded model; needs peft."""
 
 import sys
 

@@ -1,10 +1,9 @@
 """Exact acceptance rates of slime's own rollouts, before the weights change.
 
 slime loads it by `--custom-generate-function-path recorded_rollouts.generate`; evaluation is dense,
-as in dense_evaluation.py. As long as a server has a free slot, a rollout is sent to it past the
-router, which drops `custom_params`, and its rates go to the sample's
-`metadata["sparrow_acceptance"]`: one for each token of the response but the first, some of them
-NaN, as `exact_rates` gives them. Settings that it reads from slime's `--custom-config-path`:
+as in dense_evaluation.py. While a server has a free slot, a rollout is sent to it past the router,
+and its rates go to the sample's `metadata["sparrow_acceptance"]`, see `exact_rates`. Settings that
+it reads from slime's `--custom-config-path`:
 
     sparrow_slots: 8                      per server; servers need SPARROW_RECORD=<slots>x<tokens>
     sparrow_sampling: {ignore_eos: true}  further sampling parameters of SGLang for all requests

@@ -1,11 +1,9 @@
 """slime's own training loop with another trainer than Megatron, to try its rollouts without that.
 
-Takes slime's arguments and runs its `train.py`: data source, router, rollouts, filters, abort,
-evaluation, train data and weight sync from disk are slime's. The trainer is not: it takes one
-optimizer step of plain policy gradient with truncated importance sampling per rollout, on one
-device, with transformers, and slime gets it by its argument for another trainer (`actor_cls`).
-It writes the batches that slime hands to it to `--save-debug-train-data`, as slime's own trainer
-does. Without a GPU, Ray and slime are told of GPUs that do not exist.
+Takes slime's arguments and runs its `train.py`. The trainer takes one optimizer step of policy
+gradient with truncated importance sampling per rollout, on one device, with transformers. It writes
+its batches to `--save-debug-train-data`. Without a GPU, Ray and slime are told of GPUs that do not
+exist.
 """
 
 import argparse
@@ -47,7 +45,7 @@ SUPPORTED = {
 
 
 class Trainer(RayActor):
-    """The methods that slime calls on a trainer, for a model that fits one device."""
+    """The methods that slime calls on a trainer."""
 
     train_parallel_config = {
         "dp_size": 1,

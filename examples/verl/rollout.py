@@ -1,10 +1,8 @@
 """Start verl's own SGLang rollout server with sparse decode, and generate with it.
 
-In: a Hydra config of this folder, put together as for verl's trainer. Out, one JSON object a line:
-the versions and the active schedule, then continuations of the text of `prompt_file` by sparse
-decode and, in the same batch, by dense decode, which a request may ask for; and the dense policy's
-log-probs of the sparse tokens. No trainer runs, so weights are the checkpoint's. Without a GPU, Ray
-is told of one that does not exist.
+Prints a JSON object a line: the versions and the active schedule, continuations of the text of
+`prompt_file` by sparse and by dense decode in one batch, and the dense policy's log-probs of the
+sparse tokens. No trainer runs. Without a GPU, Ray is told of one that does not exist.
 """
 
 import asyncio
@@ -42,7 +40,6 @@ def main(config: DictConfig) -> None:
 
 
 async def rollout(config: DictConfig) -> None:
-    """Print what the server is, what it generates and how it scores that."""
     settings = config.actor_rollout_ref
     settings.model.path = model_folder(settings.model.path)
     model = omega_conf_to_dataclass(settings.model)

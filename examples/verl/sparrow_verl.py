@@ -1,10 +1,9 @@
 """`sparrow/accept_p05` among verl's own metrics, by two of verl's extension points.
 
-An agent loop has the server record some generations, and asks it for their exact acceptance rates
+An agent loop has the server record some generations, and requests their exact acceptance rates
 before the weights change. A sampler of the replay buffer hands the rates of a batch to verl's
-trainer as metrics. Recipes name both; agent_loops.yaml has the settings of the first. Servers
-record if the environment variable SPARROW_RECORD is <slots>x<tokens>: the slots of all agent loop
-workers together, and the tokens of the longest response.
+trainer as metrics. Servers record if SPARROW_RECORD is <slots>x<tokens>: the slots of all agent
+loop workers together, and the tokens of the longest response.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ class Slots:
 
     @contextmanager
     def one(self) -> Iterator[int | None]:
-        """A slot, or None if all of them are in use."""
+        """A slot, or None if all are in use."""
         slot = self._free.pop() if self._free else None
         try:
             yield slot
@@ -109,8 +108,8 @@ class RecordingClient:
 class SparrowAgentLoop(SingleTurnAgentLoop):
     """verl's loop of one turn, with `RecordingClient`.
 
-    Each agent loop worker records `slots_per_worker` generations at a time. `sampling` are further
-    sampling parameters of SGLang for all requests, for which verl's own settings have no place.
+    Each worker records `slots_per_worker` generations at a time. `sampling` are further sampling
+    parameters of SGLang for all requests.
     """
 
     def __init__(
@@ -132,8 +131,7 @@ class SparrowAgentLoop(SingleTurnAgentLoop):
 class TailSampler(ReplayBuffer):
     """verl's replay buffer of the synchronous trainer, with the tail of each batch as metrics.
 
-    `sampler_kwargs`: `bin_tokens`, positions per bin; `poll_interval`, seconds between two looks at
-    what has been generated, 2 by default in verl.
+    `sampler_kwargs`: `bin_tokens`, positions per bin; `poll_interval` in seconds, 2 by default.
     """
 
     def __init__(self, *args: Any, sampler_kwargs: Any, **more: Any) -> None:

@@ -1,7 +1,7 @@
 """A task for verl's trainer without data files: long stories in which many given words occur.
 
 `python task.py FOLDER` writes train.parquet and test.parquet in verl's format. `compute_score` is
-verl's interface of a rule-based reward. Each word has to be looked up in the prompt, from far away.
+verl's interface of a rule-based reward.
 """
 
 import random
