@@ -79,8 +79,8 @@ async def schedule(
     """Read the active schedule, or make another one active, while no request runs.
 
     Args:
-        schedule: the fields of a `BudgetSchedule`, the name of a shipped one or of that with which
-            the server was started, fixed-<tokens>, or "dense"; None to read only.
+        schedule: the fields of a `BudgetSchedule`, the name of a shipped one or of the server's
+            first, fixed-<tokens>, or "dense"; None to read only.
         timeout_s: how long to wait for the running requests, while new ones wait; None for ever.
 
     Returns:
@@ -187,20 +187,15 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """Load the schedule of the message, if it has one; return the active one."""
     budgets = require_scheduler_state().budgets
-    if fields and (schedule := BudgetSchedule(**fields)) != budgets.schedule:
-        _load(scheduler, schedule)
-    return _fields(budgets.schedule)
-
-
-def _load(scheduler: "Scheduler", schedule: BudgetSchedule) -> None:
-    budgets = require_scheduler_state().budgets
     previous = budgets.schedule
-    budgets.load(schedule)
-    lossless = describe_lossless(resolved(scheduler.server_args))
-    announce(
-        f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
-        f" {describe(schedule, 'set_schedule', scheduler.model_config.hf_config, lossless)}"
-    )
+    if fields and (schedule := BudgetSchedule(**fields)) != previous:
+        budgets.load(schedule)
+        lossless = describe_lossless(resolved(scheduler.server_args))
+        announce(
+            f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
+            f" {describe(schedule, 'set_schedule', scheduler.model_config.hf_config, lossless)}"
+        )
+    return _fields(budgets.schedule)
 
 
 def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
