@@ -32,9 +32,8 @@ class ServerState:
         module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
         released: tags of the memory that is currently released.
         weight_update: held open between SGLang's calls that begin and end an update of weights.
-        has_prefixes: whether requests have come since the prefix cache was emptied.
+        has_prefixes: whether requests have arrived since the prefix cache was emptied.
         has_old_prefixes: whether weights have been updated since, too.
-        lossless: whether the server decodes losslessly.
     """
 
     schedule: BudgetSchedule
@@ -61,9 +60,8 @@ class SchedulerState:
 
     Attributes:
         budgets: the active schedule and the requests' options, on the device.
-        guard: gets an announcement of each decode batch.
+        guard: receives an announcement of each decode batch.
         audited: whether some requests of this server are audited.
-        lossless: whether the server decodes losslessly.
         temperatures: of the audited requests of the latest batch, by row, where not 1.
         compared: of the latest prefill's requests that `exact_acceptance` compares, by request id,
             slot and number of prompt tokens.
