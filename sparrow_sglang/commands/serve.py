@@ -60,7 +60,7 @@ examples:
       your model; the shipped schedule that was calibrated for it is chosen automatically
   sparrow serve --model-path Qwen/Qwen3-4B --speculative-algorithm SPARROW
       lossless decoding: sparse steps draft, one dense pass verifies; answers are those of dense
-      decode, for any model, without calibration
+      decode, for any model with full attention, without calibration
   sparrow serve --model-path Qwen/Qwen3-4B --sparrow-schedule fixed-4096 --port 8000
       the same budget of 4096 tokens at every length, and a flag of SGLang (--port)
 
