@@ -1,7 +1,6 @@
-"""What one forward pass needs to know of its requests: page tables, lengths and budgets."""
+"""The KV budgets of requests, on the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -92,47 +91,3 @@ class BudgetTable:
         return torch.where(cap == EVERY_PAGE, held, torch.minimum(held, weighted)).to(
             num_pages.dtype
         )
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """The pages of a batch's requests.
-
-    Attributes:
-        physical: [B, N], physical page of each logical page; entries past a request's end are
-            those of whatever request held the row before and must be ignored.
-        num_pages: [B], pages that each request holds, the partial one included.
-        seq_lens: [B], cached tokens of each request, those of this pass included.
-    """
-
-    physical: torch.Tensor
-    num_pages: torch.Tensor
-    seq_lens: torch.Tensor
-
-    @classmethod
-    def read(
-        cls,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        longest: int,
-        page_size: int,
-    ) -> "PageTable":
-        """The pages of the batch's rows `req_pool_indices` [B] in SGLang's token table.
-
-        `longest` is the largest of `seq_lens`, known on the host.
-        """
-        first_slots = req_to_token[req_pool_indices, :longest:page_size]
-        num_pages = torch.div(seq_lens + page_size - 1, page_size, rounding_mode="floor")
-        return cls(physical=first_slots.long() // page_size, num_pages=num_pages, seq_lens=seq_lens)
-
-    def full_pages(self, page_size: int, first: torch.Tensor | None = None) -> torch.Tensor:
-        """Physical pages that are full, each request's in turn, [number of full pages].
-
-        With `first` [B], only those from the page that holds this token on.
-        """
-        position = torch.arange(self.physical.shape[1], device=self.physical.device)
-        full = position < (self.seq_lens // page_size)[:, None]
-        if first is not None:
-            full &= position >= (first // page_size)[:, None]
-        return self.physical[full]

@@ -9,7 +9,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
-from sparrow_sglang.attention_backends.metadata import BudgetTable, PageTable
+from sparrow_sglang.attention_backends.metadata import BudgetTable
 
 
 class TorchPagedDecode:
@@ -22,7 +22,10 @@ class TorchPagedDecode:
         self._recent_pages = schedule.recent_pages
         self._budgets = budgets
         self._req_to_token = req_to_token
-        self._pages: PageTable
+        # [B, N] physical pages; entries past a request's end are those of whatever held the row.
+        self._pages: torch.Tensor
+        self._num_pages: torch.Tensor
+        self._seq_lens: torch.Tensor
         self._num_selected: torch.Tensor
         self._full_pages: torch.Tensor
 
@@ -32,16 +35,25 @@ class TorchPagedDecode:
     def _read_pages(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
-        self._pages = PageTable.read(
-            self._req_to_token, req_pool_indices, seq_lens, int(seq_lens_cpu.max()), self._page_size
-        )
+        first_slots = self._req_to_token[
+            req_pool_indices, : int(seq_lens_cpu.max()) : self._page_size
+        ]
+        self._pages = first_slots.long() // self._page_size
+        self._num_pages = (seq_lens + self._page_size - 1) // self._page_size
+        self._seq_lens = seq_lens
+
+    def _full_from(self, first: torch.Tensor) -> torch.Tensor:
+        """Physical pages that are full, from the page that holds token `first` [B] on."""
+        position = torch.arange(self._pages.shape[1], device=self._pages.device)
+        full = position < (self._seq_lens // self._page_size)[:, None]
+        return self._pages[full & (position >= (first // self._page_size)[:, None])]
 
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
         """Prepare a prefill pass over requests of `seq_lens` [B] tokens, prefix included."""
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
-        self._full_pages = self._pages.full_pages(self._page_size)
+        self._full_pages = self._full_from(torch.zeros_like(seq_lens))
 
     def plan_verify(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
@@ -52,7 +64,7 @@ class TorchPagedDecode:
         """
         total = seq_lens + width
         self._read_pages(req_pool_indices, total, total.cpu())
-        self._full_pages = self._pages.full_pages(self._page_size, first=seq_lens)
+        self._full_pages = self._full_from(seq_lens)
 
     def plan_decode(
         self,
@@ -67,11 +79,9 @@ class TorchPagedDecode:
         has more requests than were reserved.
         """
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
-        num_pages = self._pages.num_pages
-        self._num_selected = self._budgets.num_selected(num_pages, req_pool_indices)
+        self._num_selected = self._budgets.num_selected(self._num_pages, req_pool_indices)
         just_filled = (seq_lens % self._page_size == 0).nonzero().squeeze(-1)
-        last_page = self._pages.num_pages[just_filled] - 1
-        self._full_pages = self._pages.physical[just_filled, last_page]
+        self._full_pages = self._pages[just_filled, self._num_pages[just_filled] - 1]
 
     def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         """Write the landmarks of the planned pass's full pages; `k_buffer` is [num_slots, Hkv, D].
@@ -101,16 +111,15 @@ class TorchPagedDecode:
         `landmarks` of a page that this token filled are written; None for a dense layer, which
         reads all pages. Shapes are those of `kernels.decode.sparse_decode`.
         """
-        pages = self._pages
-        physical = pages.physical[:, None].expand(-1, k_buffer.shape[1], -1)
-        num_selected = pages.num_pages
+        physical = self._pages[:, None].expand(-1, k_buffer.shape[1], -1)
+        num_selected = self._num_pages
         if landmarks is not None:
             self.update_landmarks(k_buffer, landmarks)
             num_selected = self._num_selected[layer_id]
-            if not torch.equal(num_selected, pages.num_pages):
-                scores = reference.score_pages(q, landmarks, pages.physical)
+            if not torch.equal(num_selected, self._num_pages):
+                scores = reference.score_pages(q, landmarks, self._pages)
                 selected = reference.select_pages(
-                    scores, pages.num_pages, num_selected, self._sink_pages, self._recent_pages
+                    scores, self._num_pages, num_selected, self._sink_pages, self._recent_pages
                 )
                 physical = physical.gather(-1, selected)
         return reference.sparse_decode(
@@ -119,7 +128,7 @@ class TorchPagedDecode:
             v_buffer,
             physical,
             num_selected,
-            pages.seq_lens,
+            self._seq_lens,
             self._page_size,
             sm_scale,
             v_scale,
