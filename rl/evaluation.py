@@ -24,10 +24,6 @@ class Evaluation:
     scores: Scores
     metrics: dict[str, float]
 
-    @property
-    def pass_rate(self) -> float:
-        return self.metrics["eval/pass_rate"]
-
     def lines(self) -> list[str]:
         lines = []
         for name in dict.fromkeys(self.sets):

@@ -37,12 +37,15 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
     `resume` goes on from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
     Ctrl-C write a checkpoint and raise `Stopped`, a `SystemExit`; a second Ctrl-C stops at once.
     Errors outside an optimizer step are raised after a checkpoint, too. Must be called in the main
-    thread, under the usual `if __name__ == "__main__"`. Raises `InputError`, `ScheduleError` or
-    `ModelError` on settings, before anything is lost; `EngineNotStarted`; `RolloutError` on samples
-    that cannot be trained on; `EngineDied` or `TrainersLost` after more than `cluster.max_restarts`
-    deaths without a new checkpoint; `RewardsFailed` if more than half of a step's rewards are
-    missing; `FloatingPointError` after `MAX_SKIPPED_STEPS` gradients in a row that are not
-    finite."""
+    thread, under the usual `if __name__ == "__main__"`.
+
+    Raises:
+        InputError, ScheduleError, ModelError: wrong settings, before anything is lost.
+        EngineNotStarted, RolloutError: no engine, or responses that cannot be trained on.
+        EngineDied, TrainersLost: more than `cluster.max_restarts` deaths without a checkpoint.
+        RewardsFailed: an unusable reward, or more than half of a step's rewards are missing.
+        FloatingPointError: `MAX_SKIPPED_STEPS` gradients in a row were not finite.
+    """
     setup = prepare(config)
     with _connected(config):
         failures, newest = 0, newest_checkpoint(config.run_dir)
@@ -163,7 +166,7 @@ def _evaluate(run: Run) -> dict[str, float]:
     for line in found.lines():
         run.log.progress.say(f"after {steps} steps: {line}")
     run.log.keep_evaluation(steps, evaluation_rows(found, run.setup.tokenizer.decode))
-    run.keep_if_best(found.pass_rate)
+    run.keep_if_best(found.metrics["eval/pass_rate"])
     return found.metrics
 
 
