@@ -127,9 +127,8 @@ def sample(probs: torch.Tensor) -> torch.Tensor:
 def candidates(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and ids of the likeliest token of each group, both [B, C].
 
-    Args:
-        logits: [B, V]; token i is in group i mod (V // size), and the last V mod size tokens are
-            groups of their own.
+    Of `logits` [B, V], token i is in group i mod (V // size), and the last V mod size tokens are
+    groups of their own.
     """
     batch, vocabulary = logits.shape
     min_size = -(-vocabulary // MAX_CANDIDATES)
@@ -156,12 +155,9 @@ def draft(logits: torch.Tensor, info: "SamplingBatchInfo") -> Draft:
 
 
 def verify(drafts: list[Draft], logits: torch.Tensor, info: "SamplingBatchInfo") -> Outcome:
-    """Accept a prefix of the k `drafts`, and draw the token after it.
+    """Accept a prefix of the k `drafts` in sequence, and draw the token after it.
 
-    Args:
-        drafts: in sequence.
-        logits: [B, k + 1, V] of the dense pass: row j follows j drafts.
-        info: as in `distribution`.
+    `logits` [B, k + 1, V] are those of the dense pass: row j follows j drafts.
     """
     k = len(drafts)
     tokens = torch.stack([draft.tokens for draft in drafts], dim=1)
@@ -200,10 +196,7 @@ def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Te
 
 
 class DraftCounters:
-    """Acceptance rates of drafts on SGLang's /metrics; one instance per process.
-
-    Counts drafts whose predecessors were all accepted, and sums their rates.
-    """
+    """On /metrics: drafts whose predecessors were accepted, and the sum of their rates."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter

@@ -50,7 +50,6 @@ def _require_backend(server_args: Any) -> None:
 
 
 def register() -> None:
-    """Make the algorithm known to SGLang, once in each process."""
     if get_spec(LOSSLESS) is not None:
         return
 
