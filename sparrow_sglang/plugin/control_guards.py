@@ -128,10 +128,13 @@ async def release_memory(call: Call, manager: Any, state: ServerState, request: 
 @_hook
 async def resume_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     tags = _tags(request)
-    if missing := sorted(tags - state.released):
-        raise ControlError(f"tags={missing}: not released; expected of {sorted(state.released)}")
-    answer = await call()
-    state.released -= tags
+    # A client may repeat a call that it has given up, and a second resume would end the scheduler.
+    async with state.resuming:
+        if missing := sorted(tags - state.released):
+            expected = sorted(state.released)
+            raise ControlError(f"tags={missing}: not released; expected of {expected}")
+        answer = await call()
+        state.released -= tags
     return answer
 
 

@@ -3,6 +3,7 @@
 SGLang runs a launching process, whose TokenizerManager sees every request, and schedulers.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class ServerState:
         auditor: None without --sparrow-audit-rate and --enable-metrics.
         module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
         released: tags of the memory that is currently released.
+        resuming: held while memory is resumed.
         weight_update: held open between SGLang's calls that begin and end an update of weights.
         has_prefixes: whether requests have arrived since the prefix cache was emptied.
         has_old_prefixes: whether weights have been updated since, too.
@@ -42,6 +44,7 @@ class ServerState:
     auditor: "Auditor | None" = None
     module_shapes: dict[str, tuple[int, int]] | None = None
     released: set[str] = field(default_factory=set)
+    resuming: asyncio.Lock = field(default_factory=asyncio.Lock)
     weight_update: AsyncExitStack | None = None
     has_prefixes: bool = False
     has_old_prefixes: bool = False

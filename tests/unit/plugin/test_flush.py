@@ -1,4 +1,4 @@
-"""Before an adapter is loaded the prefix cache of every replica is emptied."""
+"""Control calls on every replica: a flush before an adapter is loaded, a resume of memory."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from sparrow_sglang.plugin.control_guards import resume_memory
 from sparrow_sglang.plugin.scheduler_calls import ControlError, flush
+from sparrow_sglang.plugin.state import ServerState
+from sparrow_sglang.schedule import BudgetSchedule
 
 
 @pytest.mark.parametrize("flushed", [(True, False), (False, True), (True, True)])
@@ -28,3 +31,21 @@ def test_whichever_replica_answers_first_all_must_be_emptied(flushed: tuple[bool
     else:
         with pytest.raises(ControlError):
             asyncio.run(flush(manager))
+
+
+def test_memory_is_resumed_once_whoever_repeats_the_call() -> None:
+    state = ServerState(*[BudgetSchedule.fixed(64, 16)] * 2, released={"kv_cache"})
+    calls = []
+
+    async def call(manager: Any, request: Any) -> None:
+        calls.append(request)
+        await asyncio.sleep(0)
+
+    async def twice() -> list[Any]:
+        request = SimpleNamespace(tags=["kv_cache"])
+        each = (resume_memory(call, SimpleNamespace(sparrow=state), request) for _ in range(2))
+        return await asyncio.gather(*each, return_exceptions=True)
+
+    _, second = asyncio.run(twice())
+    assert len(calls) == 1 and isinstance(second, ControlError)
+    assert not state.released
