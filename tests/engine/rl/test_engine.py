@@ -138,7 +138,7 @@ def test_an_engine_that_finishes_nothing_in_time_counts_as_dead(engine) -> None:
     scheduler = psutil.Process(engine.engine.get_all_child_pids()[0])
     scheduler.suspend()
     try:
-        with pytest.raises(EngineDied, match="within 2 s, see rollout.timeout_s"):
+        with pytest.raises(EngineDied, match="rollout.timeout_s"):
             engine.generate(PROMPTS, 1, replace(SAMPLING, timeout_s=2.0))
     finally:
         scheduler.resume()
