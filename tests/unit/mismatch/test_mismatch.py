@@ -134,16 +134,6 @@ class TestBounds:
             np.testing.assert_allclose(lower, exact, atol=1e-9)
             np.testing.assert_allclose(upper, exact, atol=1e-9)
 
-    def test_many_positions_go_through_in_blocks(self) -> None:
-        random = np.random.default_rng(5)
-        probs = random.dirichlet(np.ones(80), size=9000)
-        other = np.roll(probs, 1, axis=0)
-        lower, upper = acceptance_bounds(*top_k(probs, 30), *top_k(other, 20), vocab_size=80)
-        exact = np.minimum(probs, other).sum(axis=1)
-        assert (lower <= exact).all() and (exact <= upper + 1e-12).all()
-        alone = acceptance_bounds(*top_k(probs[8999:], 30), *top_k(other[8999:], 20), vocab_size=80)
-        assert (lower[-1], upper[-1]) == (alone.lower[0], alone.upper[0])
-
 
 class TestSampled:
     def test_its_mean_is_unbiased_and_its_5th_percentile_is_not_the_tail(self) -> None:

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3NextConfig
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.model_shape import Experts, ModelShape
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -111,9 +110,3 @@ class TestRanks:
             both = 2 * half.weights_read(batch)
             assert both == pytest.approx(whole.weights_read(batch) + routers)
         assert 2 * half.layer_kv_width == whole.layer_kv_width
-
-    def test_refuses_what_cannot_be_split(self) -> None:
-        with pytest.raises(InputError, match="3 tensor-parallel ranks: .* 4 KV heads"):
-            qwen("30b-a3b").on_rank(3)
-        with pytest.raises(InputError, match="16 tensor-parallel ranks: .* 40 query heads"):
-            qwen("14b").on_rank(16)
