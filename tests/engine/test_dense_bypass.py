@@ -36,8 +36,8 @@ def builds_another(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("bypass", "message"),
     [
-        (computes_elsewhere, "without having the attention backend 'sparrow' compute the steps"),
-        (builds_another, "SGLang serves by TorchNativeAttnBackend although attention_backend="),
+        (computes_elsewhere, "'sparrow' compute"),
+        (builds_another, "TorchNativeAttnBackend"),
     ],
 )
 def test_dense_decode_is_refused(

@@ -109,7 +109,7 @@ def test_memory_that_is_not_released_or_in_use(client: httpx.Client) -> None:
 def test_a_switch_that_waits_gives_up_when_it_shall(client: httpx.Client) -> None:
     with in_flight(client):
         body = {"schedule": "fixed-96", "timeout_s": 0.5}
-        assert "after 0.5 s" in refused(client, "/sparrow/schedule", body)
+        assert "0.5" in refused(client, "/sparrow/schedule", body)
         assert generated(client) == 2
     assert client.get("/sparrow/schedule").json()["schedule"]["name"] == "fixed-64"
 
