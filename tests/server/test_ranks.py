@@ -20,11 +20,10 @@ from oracle import ContractModel
 from pools import chosen_pairs
 
 from sparrow_sglang import push_adapter
+from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
-from sparrow_sglang.plugin import control
 from sparrow_sglang.plugin.scheduler_calls import rank_name
-from sparrow_sglang.plugin.state import require_scheduler_state
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_versions import ranks
 
@@ -52,20 +51,26 @@ def failing() -> Iterator[None]:
     tp rank 1.
     """
     from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.scheduler import Scheduler
 
     # Hooks stay beneath what is patched here, and outlive it.
     import_for_fork()
-    load = control._load
+    load, start, started = BudgetTable.load, Scheduler.__init__, []
 
-    def failing_load(scheduler: Any, schedule: Any) -> None:
+    @functools.wraps(start)
+    def remembered(self: Any, *args: Any, **more: Any) -> None:
+        start(self, *args, **more)
+        started.append(self)
+
+    def failing_load(budgets: Any, schedule: Any) -> None:
         fault, _, where = schedule.name.partition("-")
-        here = where.replace("-", " ") in rank_name(scheduler)
-        if fault in ("fails", "stays") and here == (fault == "fails"):
-            raise RuntimeError("out of memory")
-        held = require_scheduler_state().budgets.schedule.name
-        if held.startswith("stays") and schedule.name == "fixed-64":
+        if fault in ("fails", "stays"):
+            here = where.replace("-", " ") in rank_name(started[-1])
+            if here == (fault == "fails"):
+                raise RuntimeError("out of memory")
+        if started and budgets.schedule.name.startswith("stays") and schedule.name == "fixed-64":
             raise RuntimeError("cannot go back")
-        load(scheduler, schedule)
+        load(budgets, schedule)
 
     load_weights = LoRAManager.load_lora_weights_from_tensors
 
@@ -77,7 +82,8 @@ def failing() -> Iterator[None]:
         load_weights(self, lora_ref, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "_load", failing_load)
+        patch.setattr(Scheduler, "__init__", remembered)
+        patch.setattr(BudgetTable, "load", failing_load)
         patch.setattr(LoRAManager, "load_lora_weights_from_tensors", failing_weights)
         yield
 
