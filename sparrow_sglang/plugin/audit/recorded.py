@@ -189,6 +189,8 @@ def skip_reason(
         or any(getattr(parameters, name) for name in _PENALTIES + _GRAMMARS)
     ):
         return "masked_logits"
+    if active.is_dense:
+        return "dense"
     if option is None or option.schedule != active or option.kv_budget_tokens is not None:
         return "own_schedule"
     if parameters.temperature < MIN_TEMPERATURE:

@@ -20,7 +20,9 @@ WELL_FILLED_TOKENS = 2000
 FALSE_WARNINGS = 0.025
 """Largest chance that a bin whose tail meets the target is ever warned of."""
 
-SKIPPED = ("masked_logits", "own_schedule", "low_temperature", "prompt_logprobs", "input")
+SKIPPED = (
+    "masked_logits", "dense", "own_schedule", "low_temperature", "prompt_logprobs", "input",
+)  # fmt: skip
 """Reasons why a request cannot be audited, see `recorded.skip_reason`."""
 OUTCOMES = ("audited", "dropped", "failed", *(f"skipped_{reason}" for reason in SKIPPED))
 

@@ -71,6 +71,11 @@ def test_only_responses_under_the_active_schedule_are_audited() -> None:
         assert skip_reason(tokenized(), option, ACTIVE, False) == "own_schedule"
 
 
+def test_nothing_is_audited_while_the_server_decodes_densely() -> None:
+    dense = ACTIVE.as_dense()
+    assert skip_reason(tokenized(), RequestOption(dense), dense, False) == "dense"
+
+
 @pytest.mark.parametrize("ending", ["SIGTERM", "Ctrl-C"])
 def test_a_server_that_stops_writes_what_it_has_measured(tmp_path: Path, ending: str) -> None:
     """On SIGTERM SGLang first lets requests end; on Ctrl-C the event loop ends."""
