@@ -181,21 +181,25 @@ def test_signals_lose_only_the_open_batch(calibrated: Path, model: str, tmp_path
     out = ["--target", "0.7", "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
     argv = [*words, *sizes, *out]
 
-    def signalled_after(batches: int, number: int) -> int:
+    def batches() -> list[Path]:
+        return list((tmp_path / "w").glob("batch-*.parquet"))
+
+    def signalled_after_a_batch(number: int) -> int:
+        before = len(batches())
         context = multiprocessing.get_context("fork")
         child = context.Process(target=_run_in_child, args=(argv, tmp_path / "log"))
         child.start()
         deadline = time.monotonic() + 120
-        while len(list((tmp_path / "w").glob("batch-*.parquet"))) < batches:
+        while len(batches()) <= before:
             assert child.is_alive() and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
         (os.kill if number == signal.SIGTERM else os.killpg)(child.pid, number)
         child.join(30)
         return child.exitcode
 
-    assert signalled_after(1, signal.SIGTERM) == 128 + signal.SIGTERM
-    assert signalled_after(2, signal.SIGKILL) == -signal.SIGKILL
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "w").glob("batch-*.parquet")}
+    assert signalled_after_a_batch(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert signalled_after_a_batch(signal.SIGKILL) == -signal.SIGKILL
+    kept = {path: path.stat().st_mtime_ns for path in batches()}
 
     assert cli.main(argv) == 0
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
