@@ -113,6 +113,7 @@ def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
     """Open a training run in `folder`; generate with its engine, then take its steps."""
     from sparrow_sglang.client.control import set_schedule
     from sparrow_sglang.rl.config import TrainConfig
+    from sparrow_sglang.rl.runs.log import Clock
     from sparrow_sglang.rl.runs.run import open_run
     from sparrow_sglang.rl.runs.setup import prepare
     from sparrow_sglang.rl.trainer import roll_out, train_step
@@ -127,7 +128,7 @@ def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
             print("\ntraining: three steps of GRPO; use a given word in a story", flush=True)
             set_schedule(engine, config.engine.schedule)
             for step in range(config.steps):
-                clock = run.log.clock()
+                clock = Clock(run.log.progress)
                 train_step(run, step, roll_out(run, step, clock), clock)
             print(
                 "p05 acceptance: the tail of the acceptance rate; 0.86 is considered safe. A budget"

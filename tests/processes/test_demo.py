@@ -44,15 +44,18 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_shows_both_answers_and_leaves_nothing_behind(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_demo_shows_both_answers_and_a_step_and_leaves_nothing_behind(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import_for_fork()
     # A third of the text that users see summarised, for which two cores take a minute.
     shorter = demo.long_prompt()[-6000:]
     monkeypatch.setattr(demo, "long_prompt", lambda: shorter)
+    training = tmp_path / "training.toml"
+    training.write_text(demo.TRAINING.read_text("utf-8").replace("\nsteps = 3", "\nsteps = 1"))
+    monkeypatch.setattr(demo, "TRAINING", training)
     process = multiprocessing.get_context("fork").Process(
-        target=lambda: sys.exit(demo.main(["--no-training", "--tokens", "8"]))
+        target=lambda: sys.exit(demo.main(["--tokens", "8"]))
     )
     process.start()
     try:
@@ -70,5 +73,6 @@ def test_the_demo_shows_both_answers_and_leaves_nothing_behind(
         int(line.split()[3]) for line in out.splitlines() if line.startswith("KV tokens")
     )
     assert 1000 < cached and read < cached
+    assert "\nstep 0 " in out and "\nstep 1 " not in out
     assert "where to go next" in out
     assert running(engine) == []
