@@ -1,9 +1,10 @@
-"""What `make demo` runs: its arithmetic, the demo itself, and that it leaves nothing behind."""
+"""What `make demo` runs: both answers and training steps, and that it leaves nothing behind."""
 
 import importlib.util
 import multiprocessing
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 
@@ -37,6 +38,12 @@ def engine_processes(pid: int, count: int) -> list[psutil.Process]:
     raise AssertionError("the demo did not start its engine")
 
 
+def run_demo() -> None:
+    # The server that other tests' reward workers are forked from is no child of this process.
+    forkserver._forkserver.__init__()
+    sys.exit(demo.main(["--tokens", "8"]))
+
+
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
     gone, alive = psutil.wait_procs(processes, timeout=30)
     return alive
@@ -54,9 +61,7 @@ def test_the_demo_shows_both_answers_and_a_step_and_leaves_nothing_behind(
     training = tmp_path / "training.toml"
     training.write_text(demo.TRAINING.read_text("utf-8").replace("\nsteps = 3", "\nsteps = 1"))
     monkeypatch.setattr(demo, "TRAINING", training)
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda: sys.exit(demo.main(["--tokens", "8"]))
-    )
+    process = multiprocessing.get_context("fork").Process(target=run_demo)
     process.start()
     try:
         engine = engine_processes(process.pid, 2)
