@@ -100,7 +100,7 @@ def test_the_wheel_holds_everything_and_nothing_else(dist: Path) -> None:
     with zipfile.ZipFile(only(dist, "*.whl")) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == shipped()
-    assert len([name for name in names if name.startswith("sparrow_sglang/schedules/q")]) == 20
+    assert len([name for name in names if name.startswith("sparrow_sglang/schedules/q")]) == 26
 
 
 def test_what_the_wheel_installs_runs(dist: Path, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ TARGETS = ("0.75", "0.86", "0.92")
 def test_the_twenty_published_schedules_and_the_embedded_models_ship() -> None:
     names = known_schedules()
     assert len([name for name in names if name.startswith("qwen3-")]) == 20
-    rules = ("smollm2-135m", "smollm2-135m-int4")
+    models = ("smollm2-135m", "qwen2.5-coder-1.5b")
+    rules = [f"{model}{rule}" for model in models for rule in ("", "-int4")]
     assert set(names) > {f"{rule}-{target}" for rule in rules for target in TARGETS}
     assert set(names) > {f"gemma3-270m-{target}" for target in ("0.75", "0.86")}
 
@@ -120,7 +121,14 @@ def test_the_embedded_models_calibrated_rule_fits_it(target: str) -> None:
 
 
 # Tokens per bin, and number of bins.
-BINS = {"qwen3": (2000, 20), "smollm2": (512, 16), "gemma3": (1024, 8)}
+BINS = {
+    "qwen3": (2000, 20),
+    "smollm2": (512, 16),
+    "smollm2-int4": (1024, 8),
+    "gemma3": (1024, 8),
+    "qwen2.5": (2000, 17),
+    "qwen2.5-int4": (2000, 17),
+}
 
 
 @pytest.mark.parametrize("name", known_schedules())
@@ -134,9 +142,8 @@ def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
     int4 = "-int4-" in name
     assert schedule.dense_layers == (() if int4 else (0, 1))
     assert schedule.calibrated and name.endswith(f"-{schedule.tail_target:.2f}")
-    family = name.partition("-")[0]
-    bins = (1024, 8) if int4 else BINS[family]
-    assert (schedule.bin_tokens, len(schedule.budget_tokens)) == bins
+    family = name.partition("-")[0] + ("-int4" if int4 else "")
+    assert (schedule.bin_tokens, len(schedule.budget_tokens)) == BINS[family]
 
 
 # Top-k pages as the release prints them; three pages are reserved beside them.
@@ -170,6 +177,12 @@ GEMMA3 = {
     "num_hidden_layers": 18,
     "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)],
 }
+CODER = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "max_position_embeddings": 32768,
+}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +194,7 @@ GEMMA3 = {
         ({"hidden_size": 5120, "num_hidden_layers": 40}, "qwen3-14b-0.86"),
         (SMOLLM2, "smollm2-135m-int4-0.86"),
         (GEMMA3, "gemma3-270m-0.86"),
+        (CODER, "qwen2.5-coder-1.5b-int4-0.86"),
     ],
 )
 def test_the_schedule_is_found_from_the_model(change: dict[str, Any], expected: str) -> None:
@@ -198,6 +212,9 @@ def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
     ]:
         assert shipped.calibration(config) == expected
         assert shipped.calibration(SimpleNamespace(**config)) == expected
+    # DeepSeek-R1-Distill-Qwen-1.5B has this shape, too.
+    distilled = CODER | {"max_position_embeddings": 131072}
+    assert not load_schedule("qwen2.5-coder-1.5b-0.86", 16).matches(distilled)
     fields = shipped.model_dump() | {"model_match": None}
     thin = BudgetSchedule(
         **fields | {"provenance": {"bins": [{"basis": "measured", "tokens": 46}]}}

@@ -57,7 +57,7 @@ def test_lossless_is_dense_where_drafts_do_not_pay(plan: Plan) -> None:
 
 
 def test_lossless_needs_no_schedule_of_the_model(plan: Plan) -> None:
-    model = str(MODELS / "qwen2.5-coder-1.5b")
+    model = str(MODELS / "qwen3-30b-a3b")
     assert plan(model=model) == plan("--schedule", "drafts", model=model)
 
 
