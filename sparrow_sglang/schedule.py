@@ -307,11 +307,11 @@ class BudgetSchedule(BaseModel):
 
     @classmethod
     def drafts(cls, page_size: int = PAGE_SIZE) -> "BudgetSchedule":
-        """A sixteenth of the context for lossless decoding, which needs no calibration.
+        """512 tokens and a 64th of the context, chosen by int4 landmarks in all layers.
 
-        512 tokens at least, 16,384 at most, chosen by int4 landmarks in all layers.
+        For lossless decoding; it needs no calibration.
         """
-        budgets = tuple(max(512, (index + 1) * 256) for index in range(64))
+        budgets = tuple(512 + (index + 1) * 64 for index in range(64))
         return cls(
             name=DRAFTS,
             page_size=page_size,
