@@ -96,7 +96,12 @@ class SparrowAttnBackend(AttentionBackend):
             before it is scored.
         stock_layers: layers that the stock backend decodes.
         pair_variances: sums over prefill passes while a calibration measures; otherwise None.
+        dense_steps: whether steps are captured that the stock backend decodes in all layers.
+        dense_step: whether the captured step that is planned next is one; `DecodeGraphs` writes it.
     """
+
+    dense_steps = dense_step = False
+    _dense_rows = _dense_tokens = 0
 
     def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
         super().__init__()
@@ -129,6 +134,8 @@ class SparrowAttnBackend(AttentionBackend):
                 )
                 for layer_id, kept in pairs.items()
             }
+        self._last_sparse = max(self.landmarks, default=-1)
+        self._keys = {layer: both_pools.get_key_buffer(layer) for layer in self.landmarks}
         on_cuda = model_runner.device == "cuda"
         self.dense, self._planning = build_dense_side(model_runner)
         # Whether SGLang has to wait for the lengths of the previous round of lossless decoding.
@@ -167,10 +174,12 @@ class SparrowAttnBackend(AttentionBackend):
         return self.dense.support_triton()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        # With lossless decoding SGLang calls this for verifications, then for drafts, which the
-        # dense side does not compute: it would allocate anew what captured graphs read.
-        if self.stock_layers or max_num_tokens > max_bs:
+        # With lossless decoding SGLang calls this for verifications, then for drafts, for which the
+        # dense side would allocate anew what captured graphs read.
+        fits = max_bs <= self._dense_rows and max_num_tokens <= self._dense_tokens
+        if not fits and (self.stock_layers or self.dense_steps or max_num_tokens > max_bs):
             self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+            self._dense_rows, self._dense_tokens = max_bs, max_num_tokens
         # SGLang may round batches up past the number of requests that it admits.
         self.sparse.reserve(max_bs)
 
@@ -186,6 +195,7 @@ class SparrowAttnBackend(AttentionBackend):
             self._plan_verify(forward_batch, captured=False)
             return
         decode = forward_batch.forward_mode.is_decode()
+        self.dense_step = False
         if self.stock_layers or not decode:
             with self._planning:
                 self.dense.init_forward_metadata(forward_batch)
@@ -205,7 +215,7 @@ class SparrowAttnBackend(AttentionBackend):
         self.decode_guard.planned(captured=True)
         if not in_capture:
             self.decode_guard.replayed()
-        if self.stock_layers:
+        if self.stock_layers or self.dense_step:
             with self._planning:
                 self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         batch = forward_batch.batch_size
@@ -217,7 +227,7 @@ class SparrowAttnBackend(AttentionBackend):
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
-        if forward_batch.forward_mode.is_target_verify():
+        if forward_batch.forward_mode.is_target_verify() or self.dense_step:
             self.dense.init_forward_metadata_in_graph(forward_batch)
 
     def _plan_verify(self, forward_batch: "ForwardBatch", captured: bool) -> None:
@@ -260,8 +270,11 @@ class SparrowAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         self.decode_guard.served()
-        if layer.layer_id in self.stock_layers:
-            return self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self.dense_step or layer.layer_id in self.stock_layers:
+            out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            if self.dense_step and layer.layer_id == self._last_sparse:
+                self.sparse.update_last_landmarks(self._keys, self.landmarks)
+            return out
         sinks = kwargs.pop("sinks", None)
         _refuse_arguments(layer, kwargs)
         pool = self.token_to_kv_pool

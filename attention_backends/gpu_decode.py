@@ -168,6 +168,7 @@ class TritonPagedDecode:
         self._dependent = dependent_launch(req_to_token.device)
         self._buffers: DecodeBuffers | None = None
         self._captured = False
+        self._addresses: torch.Tensor | None = None
         self._pages: torch.Tensor
         self._num_selected: torch.Tensor
         self._seq_lens: torch.Tensor
@@ -289,6 +290,21 @@ class TritonPagedDecode:
             self._no_prefix,
             page_size=self._schedule.page_size,
             max_pages=self._longest,
+        )
+
+    def update_last_landmarks(
+        self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
+    ) -> None:
+        if self._addresses is None:
+            self._addresses = landmark.address_table(k_buffers, landmarks)
+        keys, first = next(iter(k_buffers.values())), next(iter(landmarks.values()))
+        landmark.update_last_landmarks(
+            self._addresses,
+            keys,
+            first,
+            self._pages,
+            self._seq_lens,
+            page_size=self._schedule.page_size,
         )
 
     def decode(

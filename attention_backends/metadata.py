@@ -30,6 +30,7 @@ class BudgetTable:
             bin_pages=torch.empty(1, dtype=torch.int32, device=device),
             caps=torch.full((num_requests,), NO_CAP, dtype=torch.int32, device=device),
             weights=torch.empty(num_layers, dtype=torch.float32, device=device),
+            dense_pages=torch.empty(1, dtype=torch.int32, device=device),
         )
         # Caps of the rows that have one. Most rows have none, and need no copy to the device.
         self._capped: dict[int, int] = {}
@@ -48,10 +49,20 @@ class BudgetTable:
         self.tensors.table.copy_(table)
         self.tensors.bin_pages.fill_(schedule.bin_pages)
         self.tensors.weights.copy_(weights)
+        self.tensors.dense_pages.fill_(schedule.dense_tokens // schedule.page_size)
         if self.tensors.table.is_cuda:
             # Steps run on another stream and must see the new tables.
             torch.cuda.synchronize(self.tensors.table.device)
         self.schedule = schedule
+        self._first_sparse_length = schedule.first_sparse_length()
+
+    def reads_everything(self, longest: int) -> bool:
+        """Whether requests of up to `longest` tokens leave no page out under the schedule.
+
+        False while any row has a cap, which holds until the row is assigned again.
+        """
+        capped = any(cap != EVERY_PAGE for cap in self._capped.values())
+        return longest < self._first_sparse_length and not capped
 
     def set_options(self, rows: Sequence[int], options: Sequence[RequestOption]) -> None:
         """Set the options of the requests in these rows of the token table for the next steps."""
@@ -88,6 +99,6 @@ class BudgetTable:
         weighted = (self.tensors.weights[:, None].double() * budget + 0.5).floor().long()
         weighted = weighted.clamp_min(self.schedule.least_pages)
         held = num_pages.long()
-        return torch.where(cap == EVERY_PAGE, held, torch.minimum(held, weighted)).to(
-            num_pages.dtype
-        )
+        dense = (cap == NO_CAP) & (held <= self.tensors.dense_pages)
+        whole = dense | (cap == EVERY_PAGE)
+        return torch.where(whole, held, torch.minimum(held, weighted)).to(num_pages.dtype)

@@ -95,6 +95,13 @@ class TorchPagedDecode:
             computed: Any = reference.page_landmarks(k_pages[self._full_pages], pairs)
             landmarks.write(self._full_pages, computed)
 
+    def update_last_landmarks(
+        self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
+    ) -> None:
+        """Write the landmarks of pages that the planned decode step filled, in all layers."""
+        for layer_id, k_buffer in k_buffers.items():
+            self.update_landmarks(k_buffer, landmarks[layer_id])
+
     def decode(
         self,
         q: torch.Tensor,

@@ -141,6 +141,8 @@ class RequestOption:
         """The budget of a step over `cached` tokens, and why `read` differs from it."""
         if self.schedule is None or (self.schedule.is_dense and self.kv_budget_tokens is None):
             return None, None
+        if self.kv_budget_tokens is None and cached <= self.schedule.dense_tokens:
+            return None, f"decode is dense up to {self.schedule.dense_tokens} tokens"
         budget = self.schedule.kv_budget_tokens(cached)
         if self.kv_budget_tokens is not None:
             budget = min(budget, self.kv_budget_tokens)

@@ -62,7 +62,8 @@ class BudgetSchedule(BaseModel):
     """Sequence length -> total KV budget, sinks and recent pages included.
 
     A sequence of L cached tokens (the current one included) fills n = ceil(L / page_size) pages and
-    falls into bin min(n // bin_pages, last bin). Raises `ScheduleError` on construction.
+    falls into bin min(n // bin_pages, last bin). Sequences of up to dense_tokens are read whole, by
+    requests without a budget of their own. Raises `ScheduleError` on construction.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,6 +74,7 @@ class BudgetSchedule(BaseModel):
     budget_tokens: tuple[_Count, ...] = Field(min_length=1, max_length=MAX_BINS)
     sink_pages: _Count = Field(default=1, ge=0)
     recent_pages: _Count = Field(default=2, ge=1)
+    dense_tokens: _Count = Field(default=0, ge=0)
     dense_layers: tuple[_Count, ...] = (0, 1)
     selection: Annotated[SelectionRule, BeforeValidator(SelectionRule.read)] = SelectionRule()
     calibrated: StrictBool = False
@@ -92,6 +94,8 @@ class BudgetSchedule(BaseModel):
         page = self.page_size
         if self.bin_tokens % page:
             raise ValueError(_not_whole_pages("bin_tokens", self.bin_tokens, page))
+        if self.dense_tokens % page:
+            raise ValueError(_not_whole_pages("dense_tokens", self.dense_tokens, page))
         floor = self.least_pages * page
         for i, tokens in enumerate(self.budget_tokens):
             if tokens < floor:
@@ -170,7 +174,9 @@ class BudgetSchedule(BaseModel):
         """Pages that a sparse layer of this weight reads of `pages` cached ones, in their shape."""
         cached = np.asarray(pages, dtype=np.int64)
         budgets = self.layer_budgets(weight, cap)
-        return np.minimum(cached, budgets[np.minimum(cached // self.bin_pages, len(budgets) - 1)])
+        read = np.minimum(cached, budgets[np.minimum(cached // self.bin_pages, len(budgets) - 1)])
+        dense_pages = self.dense_tokens // self.page_size if cap is None else 0
+        return np.where(cached <= dense_pages, cached, read)
 
     def tokens_read(self, lengths: ArrayLike, cap: int | None = None) -> NDArray[np.int64]:
         """Cached tokens that a sparse layer reads per KV head, in the shape of `lengths`.
@@ -190,8 +196,9 @@ class BudgetSchedule(BaseModel):
         """Smallest length at which a page is left out; with `weight`, of a layer of this weight."""
         budgets = self.layer_budgets(min(self.sparse_weights) if weight is None else weight, cap)
         last = len(budgets) - 1
+        dense_pages = self.dense_tokens // self.page_size if cap is None else 0
         for i, budget in enumerate(budgets.tolist()):
-            pages = max(i * self.bin_pages, budget + 1)
+            pages = max(i * self.bin_pages, budget + 1, dense_pages + 1)
             if i == last or pages < (i + 1) * self.bin_pages:
                 return (pages - 1) * self.page_size + 1
         raise AssertionError("the last bin has no upper edge, so the loop returns")
@@ -255,6 +262,10 @@ class BudgetSchedule(BaseModel):
                     f"schedule {self.name}: {field}={quoted(value)}: expected"
                     f" {quoted(expected[field])}, as in the server's {first.name}"
                 )
+
+    def dense_below(self, tokens: int) -> "BudgetSchedule":
+        """The schedule with `dense_tokens`."""
+        return self.model_copy(update={"dense_tokens": tokens})
 
     def as_dense(self) -> "BudgetSchedule":
         """The schedule `DENSE`, to which a server that was started with this one can be switched:

@@ -239,3 +239,94 @@ def update_landmarks_bulk(
         COLUMNS=columns,
         num_warps=max(1, columns // 256),
     )
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _last_landmarks_kernel(
+    addresses: tl.tensor,
+    k_buffer: tl.tensor,
+    landmarks: tl.tensor,
+    scales: tl.tensor,
+    pairs: tl.tensor,
+    page_table: tl.tensor,
+    seq_lens: tl.tensor,
+    table_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Program (row, layer, head); the tensors of one layer give the types."""
+    row = tl.program_id(0)
+    seq_len = tl.load(seq_lens + row)
+    if (seq_len > 0) & (seq_len % PAGE == 0):
+        of_layer = addresses + tl.program_id(1) * 4
+        update_landmark_of_last_page(
+            tl.load(of_layer).to(k_buffer.dtype),
+            tl.load(of_layer + 1).to(landmarks.dtype),
+            tl.load(of_layer + 2).to(scales.dtype),
+            tl.load(of_layer + 3).to(pairs.dtype),
+            page_table + row.to(tl.int64) * table_stride,
+            seq_len,
+            tl.program_id(2),
+            HEADS,
+            D,
+            PAGE,
+            LANDMARKS,
+            PAIRS,
+        )
+
+
+def _tensors(landmarks: Landmarks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if isinstance(landmarks, Int4Landmarks):
+        return landmarks.codes, landmarks.scales, landmarks.pairs
+    return (landmarks.means,) * 3
+
+
+def address_table(
+    k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
+) -> torch.Tensor:
+    """For `update_last_landmarks`: [layers, 4] int64, of keys and landmarks by layer."""
+    rows = [
+        [tensor.data_ptr() for tensor in (k_buffer, *_tensors(landmarks[layer]))]
+        for layer, k_buffer in k_buffers.items()
+    ]
+    device = next(iter(k_buffers.values())).device
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def update_last_landmarks(
+    addresses: torch.Tensor,
+    k_buffer: torch.Tensor,
+    landmarks: Landmarks,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    page_size: int,
+) -> None:
+    """Write the landmarks of the pages that a decode step filled, in all layers in one launch.
+
+    Args:
+        addresses: `address_table` of all layers.
+        k_buffer: [num_slots, Hkv, D] of any of them, as are `landmarks`.
+        page_table: [bs, max_pages] int32, physical pages.
+        seq_lens: [bs] int32 or int64, cached tokens, the new one included.
+    """
+    _, num_kv_heads, head_dim = k_buffer.shape
+    tensors = _tensors(landmarks)
+    int4 = isinstance(landmarks, Int4Landmarks)
+    _last_landmarks_kernel[(len(seq_lens), len(addresses), num_kv_heads)](
+        addresses,
+        k_buffer,
+        *tensors,
+        page_table,
+        seq_lens,
+        page_table.stride(0),
+        HEADS=num_kv_heads,
+        D=head_dim,
+        PAGE=page_size,
+        LANDMARKS=tensors[0].shape[2] if int4 else 1,
+        PAIRS=tensors[0].shape[3] if int4 else 0,
+        num_warps=1,
+    )

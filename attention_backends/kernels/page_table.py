@@ -23,13 +23,15 @@ class Budgets(NamedTuple):
     bin_pages: [1] int32, pages a bin (the last bin has no end);
     caps: [num_requests] int32, the most pages that a request may keep, NO_CAP or EVERY_PAGE;
     weights: [num_layers] fp32: a layer keeps floor(weight * budget + 1/2) pages, computed exactly,
-    and no fewer than sinks and recent ones.
+    and no fewer than sinks and recent ones;
+    dense_pages: [1] int32: a request that holds no more, and has no cap, keeps all pages.
     """
 
     table: torch.Tensor
     bin_pages: torch.Tensor
     caps: torch.Tensor
     weights: torch.Tensor
+    dense_pages: torch.Tensor
 
 
 # The number of rows differs between captured batches and larger ones.
@@ -43,6 +45,7 @@ def _snapshot_kernel(
     bin_pages: tl.tensor,
     caps: tl.tensor,
     weights: tl.tensor,
+    dense_pages: tl.tensor,
     num_selected: tl.tensor,
     req_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -54,6 +57,7 @@ def _snapshot_kernel(
     NUM_LAYERS: tl.constexpr,
     LAYERS_PAD: tl.constexpr,
     WITH_BUDGETS: tl.constexpr,
+    UNCAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Program (row, block) writes BLOCK entries of one row, those below the row's page count."""
@@ -72,7 +76,8 @@ def _snapshot_kernel(
             # fp64 holds the product of an fp32 weight and a whole number exactly.
             share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
             share = tl.minimum(tl.maximum(share, least_pages), held)
-            share = tl.where(cap < 0, held, share.to(tl.int32))
+            whole = (cap < 0) | ((cap == UNCAPPED) & (held <= tl.load(dense_pages)))
+            share = tl.where(whole, held, share.to(tl.int32))
             tl.store(num_selected + layer * selected_stride + row, share, mask=real)
     pages = tl.minimum(held, table_width)
     if block * BLOCK < pages:
@@ -114,7 +119,7 @@ def snapshot_page_table(
         req_pool_indices,
         seq_lens,
         page_table,
-        *(budgets or [page_table] * 4),
+        *(budgets or [page_table] * len(Budgets._fields)),
         page_table if num_selected is None else num_selected,
         req_to_token.stride(0),
         page_table.stride(0),
@@ -126,6 +131,7 @@ def snapshot_page_table(
         NUM_LAYERS=layers,
         LAYERS_PAD=triton.next_power_of_2(layers),
         WITH_BUDGETS=num_selected is not None,
+        UNCAPPED=NO_CAP,
         BLOCK=_BLOCK,
         num_warps=4,
     )

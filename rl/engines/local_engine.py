@@ -14,6 +14,7 @@ from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
+from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
 from sparrow_sglang.rl.engines.responses import POLL_S, Responses
@@ -87,6 +88,8 @@ class LocalEngine(RolloutEngine):
         if arguments.attention_backend == BACKEND and not is_lossless(arguments):
             active, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
             self._schedule = active.name
+            # The trainer counts by the schedule as it is written, and a run must be repeatable.
+            require_server_state(self._manager).measures_dense = False
 
     def stream(
         self,

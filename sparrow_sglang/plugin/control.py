@@ -3,6 +3,9 @@
 Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some the route /sparrow/<name>.
 """
 
+import asyncio
+import logging
+import os
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparrow_sglang.json_values import quoted
+from sparrow_sglang.mismatch.exact_rates import VARIABLE as RECORDED
 from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
@@ -47,8 +51,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+logger = logging.getLogger("sparrow_sglang")
+
 _CALL = "schedule"
 _CHECK = "landmarks"
+_DENSE = "dense_tokens"
 _PAIRS = "pairs"
 
 
@@ -61,6 +68,9 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     calls = (schedule, landmarks, pairs, adapter)
     state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
     state.lossless = is_lossless(server_args)
+    # A calibration measures schedules as they are written.
+    literal = state.lossless or RECORDED in os.environ
+    state.measures_dense = resolved(server_args).device == "cuda" and not literal
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
         log = None if folder is None else MismatchLog(Path(folder))
@@ -69,6 +79,43 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is not None:
         add_routes(http_server.app)
+
+
+async def measured(manager: "TokenizerManager") -> None:
+    """Before the first request, have short sequences decode densely where that is faster.
+
+    Data-parallel replicas take the largest length that one of them has measured.
+    """
+    state = require_server_state(manager)
+    if state.measuring is None:
+        if not state.measures_dense or state.released:
+            return
+        state.measuring = asyncio.ensure_future(_measure_all(manager))
+    # The request that began it may be cancelled.
+    await asyncio.shield(state.measuring)
+
+
+async def _measure_all(manager: "TokenizerManager") -> None:
+    state = require_server_state(manager)
+    try:
+        held = await call_schedulers(manager, _DENSE, {})
+        tokens = max(answer["tokens"] for answer in held.values())
+        if tokens:
+            new = state.first.dense_below(tokens)
+            await _switch_all(manager, state.schedule, new)
+            state.first = new
+            state.switch(new)
+            announce(f"decode is dense up to {tokens:,} tokens, where sparse steps are slower")
+    except ControlError as error:
+        logger.warning("decode stays sparse at all lengths: %s", error)
+
+
+@scheduler_rpc(_DENSE)
+def _measure(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    from sparrow_sglang.plugin.dense_steps import measure_dense_tokens
+
+    tokens = measure_dense_tokens(scheduler.tp_worker.model_runner)
+    return {"tokens": gather_tp(scheduler, tokens)[0]}
 
 
 async def schedule(
@@ -94,6 +141,7 @@ async def schedule(
         RanksDisagreeError: the schedulers hold different schedules.
     """
     state, hf_config = require_server_state(manager), manager.model_config.hf_config
+    await measured(manager)
     previous = state.schedule
     if schedule is None:
         await _require_agreement(manager, previous)
@@ -101,6 +149,8 @@ async def schedule(
     if timeout_s is not None:
         require_seconds(timeout_s)
     new = _schedule(schedule, state.first, hf_config)
+    if state.first.dense_tokens and not new.is_dense:
+        new = new.dense_below(state.first.dense_tokens)
     new.require_switch_from(state.first)
     async with idle(manager, "a switch of the schedule", timeout_s):
         # Another switch may have preceded.
@@ -190,6 +240,8 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     previous = budgets.schedule
     if fields and (schedule := BudgetSchedule(**fields)) != previous:
         budgets.load(schedule)
+        if schedule == previous.dense_below(schedule.dense_tokens):
+            return fields
         lossless = describe_lossless(resolved(scheduler.server_args))
         announce(
             f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
@@ -200,7 +252,9 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
     if isinstance(schedule, Mapping):
-        given = BudgetSchedule(**schedule).for_model(hf_config)
+        # This server may have added its own `dense_tokens` to what the caller has read.
+        fields = schedule if not first.dense_tokens else {**schedule, "dense_tokens": 0}
+        given = BudgetSchedule(**fields).for_model(hf_config)
         shipped = given.name in known_schedules()
         if shipped and given != shipped_schedule(given.name).for_model(hf_config):
             raise ScheduleError(

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
+from sparrow_sglang.plugin.control import measured
 from sparrow_sglang.plugin.lossless.refusals import require_lossless
 from sparrow_sglang.plugin.request_checks import (
     UNREADABLE,
@@ -47,7 +48,9 @@ def wrap_generate_request(
     All requests, of `Engine.generate` and of every route, pass through `generate_request`.
     """
     answers = original(manager, request, *args, **kw)
-    return answers if server_state(manager) is None else _wrapped_answers(answers, request)
+    if server_state(manager) is None:
+        return answers
+    return _wrapped_answers(manager, answers, request)
 
 
 def check_request(
@@ -110,11 +113,14 @@ def report_in_stream(
     return _with_last_chunk(events, adapted)
 
 
-async def _wrapped_answers(answers: Any, request: Any) -> AsyncIterator[Any]:
+async def _wrapped_answers(
+    manager: "TokenizerManager", answers: Any, request: Any
+) -> AsyncIterator[Any]:
     setattr(request, ATTRIBUTE, RequestState())
     begun = False
     # Closing this generator must close SGLang's, which holds locks and request states.
     async with aclosing(answers):
+        await measured(manager)
         try:
             require_samples(request)
             async for answer in answers:

@@ -12,7 +12,7 @@ from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import resolved, rows_of_graphs
-from sparrow_sglang.sglang_install import INSTALL
+from sparrow_sglang.sglang_install import INSTALL, LOCKED, installed_version
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -210,8 +210,16 @@ def reserve_decode_buffers(
 
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
-    """AROUND hook: SGLang cannot capture the verifications of an algorithm of ours."""
-    if runner.spec_algorithm.is_none() or not is_lossless(runner.server_args):
+    """AROUND hook: capture dense decode steps, too, or the verifications of our algorithm."""
+    if not uses_sparrow(runner.server_args) or runner.device != "cuda":
+        return original(runner)
+    if runner.spec_algorithm.is_none():
+        if installed_version() != LOCKED:
+            return original(runner)
+        from sparrow_sglang.plugin.dense_steps import DecodeGraphs
+
+        return DecodeGraphs
+    if not is_lossless(runner.server_args):
         return original(runner)
     from sparrow_sglang.plugin.lossless.worker import VerifyGraphs
 

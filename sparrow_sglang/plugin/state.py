@@ -36,6 +36,8 @@ class ServerState:
         weight_update: held open between SGLang's calls that begin and end an update of weights.
         has_prefixes: whether requests have arrived since the prefix cache was emptied.
         has_old_prefixes: whether weights have been updated since, too.
+        measures_dense: whether `control.measured` times dense steps against sparse ones.
+        measuring: the task that does, once the first request has arrived.
     """
 
     schedule: BudgetSchedule
@@ -49,6 +51,8 @@ class ServerState:
     has_prefixes: bool = False
     has_old_prefixes: bool = False
     lossless: bool = False
+    measures_dense: bool = False
+    measuring: asyncio.Task[None] | None = None
 
     def switch(self, schedule: BudgetSchedule) -> None:
         """Validate requests and audit under `schedule` from now on."""

@@ -35,7 +35,7 @@ from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,
     allocate_select_scratch,
 )
-from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, MeanLandmarks
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
 from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
 
 
@@ -111,6 +111,48 @@ def test_bulk_landmarks(
     untouched = torch.ones(len(written), dtype=torch.bool, device=device)
     untouched[chosen] = False
     assert written[untouched].isnan().all(), "a page that is not full was given a landmark"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("page_size", "pairs"), [(16, 0), (16, None), (32, 8), (64, 0)])
+def test_landmarks_of_the_pages_just_filled_in_all_layers(
+    device: str, page_size: int, pairs: int | None
+) -> None:
+    lengths = [1, page_size, 3 * page_size - 1, 4 * page_size]
+    rule = None if pairs == 0 else rule_of(pairs, 2, 64, page_size)
+    step = Step(device, lengths, (4, 2), 64, page_size, BF16, **({"rule": rule} if rule else {}))
+    keys = {3: step.k, 7: step.k + 1}
+
+    def untouched() -> Landmarks:
+        if isinstance(step.landmarks, Int4Landmarks):
+            codes, scales, kept = step.landmarks
+            return Int4Landmarks(torch.full_like(codes, 99), torch.full_like(scales, 9.0), kept)
+        return MeanLandmarks(torch.full_like(step.landmarks, 9.0)[:, :, None])
+
+    written = {layer: untouched() for layer in keys}
+    landmark.update_last_landmarks(
+        landmark.address_table(keys, written),
+        step.k,
+        written[3],
+        step.page_table,
+        step.seq_lens,
+        page_size=page_size,
+    )
+    filled = torch.stack([step.page_table[1, 0], step.page_table[3, 3]]).long()
+    for layer, k in keys.items():
+        expected, bulk = untouched(), untouched()
+        landmark.update_landmarks_bulk(
+            k,
+            bulk,
+            step.page_table,
+            step.seq_lens,
+            torch.zeros_like(step.seq_lens),
+            page_size=page_size,
+            max_pages=4,
+        )
+        expected.write(filled, bulk.at(filled))
+        tolerance = expected.rounding()
+        assert ((written[layer].values() - expected.values()).abs() <= 1.01 * tolerance).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -84,6 +84,7 @@ class StepCase:
             sink_pages=sink_pages,
             recent_pages=recent_pages,
             dense_layers=(0,),
+            dense_tokens=8 * page_size if seed % 4 == 1 else 0,
             selection=selection,
         )
         edges = [1, page_size] + [
@@ -198,6 +199,8 @@ class StepCase:
                 budget = min(budget, option.kv_budget_tokens // schedule.page_size)
             if (weights := schedule.selection.layer_weights) is not None:
                 budget = layer_budget(budget, weights[layer], schedule.least_pages)
+            if option.kv_budget_tokens is None and length <= schedule.dense_tokens:
+                budget = length
         stored = torch.bfloat16 if self.kv_dtype == FP8 else self.kv_dtype
         keys, values = (
             buffer.cpu()[slots].double().numpy() * scale

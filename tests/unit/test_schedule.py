@@ -36,6 +36,7 @@ def schedules(draw: st.DrawFn) -> BudgetSchedule:
         budget_tokens=tuple(count * page for count in pages),
         sink_pages=sinks,
         recent_pages=recent,
+        dense_tokens=page * draw(st.integers(0, 20)),
     )
 
 
@@ -50,7 +51,10 @@ def oracle(schedule: BudgetSchedule, seq_len: int) -> tuple[int, int]:
         bin_index += 1
         edge += schedule.bin_tokens
     budget = schedule.budget_tokens[bin_index]
-    return budget, pages if pages * schedule.page_size <= budget else budget // schedule.page_size
+    whole = pages * schedule.page_size
+    return budget, pages if whole <= max(budget, schedule.dense_tokens) else budget // (
+        schedule.page_size
+    )
 
 
 def pages_read(schedule: BudgetSchedule, seq_len: int) -> int:

@@ -1,0 +1,110 @@
+"""Steps whose requests leave nothing out decode by the stock kernel, up to a measured length."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import save_tiny_model, start_engine
+
+from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.client.control import get_schedule, set_schedule
+from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.plugin import dense_steps
+from sparrow_sglang.plugin.state import require_server_state
+from sparrow_sglang.request_options import RequestOption
+from sparrow_sglang.schedule import BudgetSchedule
+
+DENSE_TOKENS = 128
+FIXED = BudgetSchedule.fixed(64)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.0, 0.9, 0.8], 0),
+        ([1.2, 1.019, 0.8], 1280),
+        # A sparse step that is slower again counts, and so does one at the longest length.
+        ([1.2, 0.9, 1.1], 2048),
+        ([], 0),
+    ],
+)
+def test_decode_is_dense_up_to_where_no_longer_sparse_step_is_slower(
+    ratios: list[float], expected: int
+) -> None:
+    lengths = [1024, 1536, 2048][: len(ratios)]
+    assert dense_steps.crossover(lengths, ratios) == expected
+
+
+def test_a_step_is_dense_only_where_every_request_reads_everything() -> None:
+    budgets = BudgetTable(FIXED.dense_below(DENSE_TOKENS), 4, 8, "cpu")
+    backend = SimpleNamespace(budgets=budgets)
+    graphs = object.__new__(dense_steps.DecodeGraphs)
+    graphs._sparrow = backend
+
+    def is_dense(*lengths: int) -> bool:
+        batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64))
+        label = graphs._resolve_attention_variant(batch, len(lengths))
+        assert label in graphs.attention_graph_variants.capture_labels
+        return bool(backend.dense_step)
+
+    assert is_dense(1, DENSE_TOKENS) and not is_dense(1, DENSE_TOKENS + 1) and not is_dense()
+    budgets.set_options([3], [RequestOption(budgets.schedule, 48)])
+    assert not is_dense(1)
+    budgets.set_options([3], [RequestOption(None)])
+    assert is_dense(1)
+    budgets.load(FIXED)
+    assert is_dense(64) and not is_dense(65)
+
+
+@pytest.fixture
+def planned_densely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU captures no graphs: plan eager steps as their replay does."""
+    plan = SparrowAttnBackend.init_forward_metadata
+
+    def plan_densely(backend: Any, batch: Any) -> None:
+        plan(backend, batch)
+        longest = int(batch.seq_lens_cpu.max())
+        if batch.forward_mode.is_decode() and backend.budgets.reads_everything(longest):
+            backend.dense_step = True
+            backend.dense.init_forward_metadata(batch)
+
+    monkeypatch.setattr(SparrowAttnBackend, "init_forward_metadata", plan_densely)
+    monkeypatch.setattr(dense_steps, "measure_dense_tokens", lambda _: DENSE_TOKENS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
+def test_a_request_goes_from_dense_to_sparse_steps(
+    planned_densely: None, tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_model(tmp_path, spread=0.15, head_dim=64, hidden_size=144)
+    draw = random.Random(0)
+    prompt = [draw.randrange(3, 250) for _ in range(40)]
+    sampling = {"temperature": 0, "max_new_tokens": 150}
+    with start_engine(
+        model, attention_backend="sparrow", sparrow_schedule=FIXED.name, dtype="float32"
+    ) as engine:
+        require_server_state(engine.tokenizer_manager).measures_dense = True
+
+        def generate(**option: Any) -> tuple[list[int], dict[str, Any]]:
+            custom = {"custom_params": {"sparrow": {"report": True, **option}}}
+            answer = engine.generate(input_ids=prompt, sampling_params=sampling | custom)
+            return answer["output_ids"], answer["meta_info"]["sparrow"]
+
+        ids, usage = generate()
+        connect(engine).call_sparrow("landmarks")
+        dense_ids, _ = generate(dense=True)
+        as_dense = DENSE_TOKENS - len(prompt) + 1
+        assert ids[:as_dense] == dense_ids[:as_dense] and ids != dense_ids
+        lengths = range(len(prompt) + 1, len(prompt) + 150)
+        read = [n if n <= DENSE_TOKENS else int(FIXED.tokens_read(n)) for n in lengths]
+        assert usage["kv_tokens_read_mean"] == round(sum(read) / len(read), 1)
+        assert get_schedule(engine) == FIXED.dense_below(DENSE_TOKENS)
+        # A schedule that was read can be set again, and each has the server's dense lengths.
+        previous = set_schedule(engine, "fixed-96")
+        assert get_schedule(engine).dense_tokens == DENSE_TOKENS
+        set_schedule(engine, previous)
+        assert generate()[0] == ids
+    assert f"dense up to {DENSE_TOKENS} tokens" in capfd.readouterr().err
