@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kernel_step import require_passes_interpreted
 
-KERNELS = ("test_kernels.py",)
+KERNELS = ("test_kernels.py", "test_lossless_kernels.py")
 
 
 def test_kernels_in_tritons_interpreter() -> None:

@@ -2,10 +2,44 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
+
+ALL = 1 << 30
+
+
+def sampling(*requests: dict[str, float], device: str = "cpu") -> Any:
+    """As SGLang's SamplingBatchInfo describes requests."""
+    of = {
+        name: [request.get(name, default) for request in requests]
+        for name, default in {"temperature": 1.0, "top_k": ALL, "top_p": 1.0, "min_p": 0.0}.items()
+    }
+    return SimpleNamespace(
+        temperatures=torch.tensor(of["temperature"], device=device)[:, None],
+        top_ks=torch.tensor(of["top_k"], dtype=torch.int32, device=device),
+        top_ps=torch.tensor(of["top_p"], device=device),
+        min_ps=torch.tensor(of["min_p"], device=device),
+        is_all_greedy=all(k <= 1 for k in of["top_k"]),
+        is_any_greedy=any(k <= 1 for k in of["top_k"]),
+        need_top_k_sampling=any(k != ALL for k in of["top_k"]),
+        need_top_p_sampling=any(p < 1 for p in of["top_p"]),
+        need_min_p_sampling=any(p > 0 for p in of["min_p"]),
+    )
+
+
+REQUESTS = (
+    {},
+    {"temperature": 0.7},
+    {"top_k": 3},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"min_p": 0.2},
+    {"top_k": 4, "top_p": 0.9, "min_p": 0.1},
+    {"top_k": 1},
+)
 
 
 def p_value(drawn: Iterable[Any], expected: Mapping[Any, float]) -> float:

@@ -3,11 +3,13 @@
 A draft x, sampled from q, is accepted with probability min(1, p(x) / q(x)), where p is the dense
 distribution; after the first rejection a token is drawn from max(p - q, 0), normalised. The tokens
 then have exactly the distribution p, whatever q is (arXiv 2302.01318, 2211.17192), so q may be
-restricted to some of the vocabulary. Everything here is torch and never waits for the device.
-B is the number of requests, k that of drafts, V the vocabulary, C the candidates of a draft.
+restricted to some of the vocabulary. The torch code is the definition; on a GPU `kernels.py` does
+the same in a few kernels. Nothing here waits for the device.
+B is the number of requests, k that of drafts, V the vocabulary, G the groups of candidates.
 """
 
 from collections import deque
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,26 +17,12 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-MAX_CANDIDATES = 4096
-"""The vocabulary is divided into at most this many groups, and q is restricted to the likeliest
-token of each. Ids in sequence, such as those of digits, are in different groups."""
+MAX_GROUPS = 4096
+"""Token i is in group i mod G, with G at most this, and q is restricted to the likeliest token of
+each group. Ids in sequence, such as those of digits, are in different groups."""
 
 _MAX_IN_FLIGHT = 8
 """Rounds whose counts may be on their way to the host."""
-
-
-class Draft(NamedTuple):
-    """A draft of each request, and the distribution that it was sampled from.
-
-    Attributes:
-        tokens: [B] int64.
-        ids: [B, C] int64, the candidates.
-        q: [B, C] fp32, their probabilities; None for greedy drafts.
-    """
-
-    tokens: torch.Tensor
-    ids: torch.Tensor | None = None
-    q: torch.Tensor | None = None
 
 
 class Outcome(NamedTuple):
@@ -58,7 +46,16 @@ class Outcome(NamedTuple):
     def output(self, drafts: torch.Tensor) -> torch.Tensor:
         """[B, k + 1]: accepted drafts, the bonus token, then tokens to ignore."""
         padded = torch.cat([drafts, drafts[:, :1]], dim=1)
-        return padded.scatter(1, self.accepted[:, None], self.bonus[:, None])
+        return padded.scatter_(1, self.accepted[:, None], self.bonus[:, None])
+
+
+def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
+    """The kernels, unless the definition runs."""
+    if not logits.is_cuda:
+        return None
+    from sparrow_sglang.plugin.lossless import kernels
+
+    return kernels
 
 
 def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
@@ -77,7 +74,7 @@ def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tenso
         return values.reshape(-1, 1).expand(-1, rows).reshape(-1)
 
     probs = torch.softmax(flat.float() / per_row(info.temperatures)[:, None], dim=-1)
-    if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
+    if _truncates(info):
         probs = _truncated(
             probs, per_row(info.top_ks), per_row(info.top_ps), per_row(info.min_ps), info
         )
@@ -86,6 +83,13 @@ def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tenso
         best = torch.zeros_like(probs).scatter_(1, flat.argmax(-1, keepdim=True), 1.0)
         probs = torch.where(greedy, best, probs)
     return probs.view(logits.shape)
+
+
+def _truncates(info: "SamplingBatchInfo") -> bool:
+    # SGLang counts a greedy request among those that need top-k.
+    return not info.is_all_greedy and (
+        info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    )
 
 
 def _truncated(
@@ -125,50 +129,73 @@ def sample(probs: torch.Tensor) -> torch.Tensor:
 
 
 def candidates(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and ids of the likeliest token of each group, both [B, C].
+    """Logits and ids of the likeliest token of each group of `logits` [B, V], both [B, G]."""
+    vocabulary = logits.shape[1]
+    groups = min(MAX_GROUPS, vocabulary)
+    padded = torch.nn.functional.pad(logits, (0, -vocabulary % groups), value=float("-inf"))
+    best, member = padded.unflatten(1, (-1, groups)).max(dim=1)
+    return best, member * groups + torch.arange(groups, device=logits.device)
 
-    Of `logits` [B, V], token i is in group i mod (V // size), and the last V mod size tokens are
-    groups of their own.
+
+class Drafts:
+    """Up to k drafts of each request, and the distributions that they were sampled from.
+
+    Attributes:
+        tokens: [k + 1, B] int64: the latest token, the drafts, then tokens to ignore.
+        ids: [B, k, G] int32, the candidates of each draft.
+        q: [B, k, G] fp32, their probabilities; all other tokens have none.
+        count: drafts until now.
     """
-    batch, vocabulary = logits.shape
-    min_size = -(-vocabulary // MAX_CANDIDATES)
-    # Groups of equal size where the vocabulary has such a divisor.
-    divisors = (d for d in range(min_size, 2 * min_size) if vocabulary % d == 0)
-    size = next(divisors, min_size)
-    groups = vocabulary // size
-    best, member = logits[:, : groups * size].unflatten(1, (size, groups)).max(dim=1)
-    ids = torch.add(torch.arange(groups, device=logits.device), member, alpha=groups)
-    if rest := vocabulary - groups * size:
-        best = torch.cat([best, logits[:, -rest:]], dim=1)
-        last = torch.arange(vocabulary - rest, vocabulary, device=logits.device)
-        ids = torch.cat([ids, last.expand(batch, -1)], dim=1)
-    return best, ids
+
+    def __init__(self, latest: torch.Tensor, k: int, vocabulary: int) -> None:
+        shape, device = (len(latest), k, min(MAX_GROUPS, vocabulary)), latest.device
+        self.vocabulary = vocabulary
+        self.tokens = latest.repeat(k + 1, 1)
+        self.ids = torch.empty(shape, dtype=torch.int32, device=device)
+        self.q = torch.empty(shape, device=device)
+        # Keys of the kernels' random numbers: for drafts, acceptance, and the token after them.
+        self.seeds = torch.empty(3, dtype=torch.int64, device=device).random_()
+        self.count = 0
+
+    def sample(self, logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
+        """Sample the next draft of each request from the logits [B, V] of a sparse step.
+
+        Returns its row of `tokens`, which may be written.
+        """
+        number, self.count = self.count, self.count + 1
+        ids, q, tokens = self.ids[:, number], self.q[:, number], self.tokens[number + 1]
+        if kernels := _kernels_for(logits):
+            kernels.candidates(logits, q, ids)
+            temperatures = info.temperatures
+            if _truncates(info):
+                temperatures = torch.ones_like(temperatures)
+                q.copy_(distribution(q, info).log_())
+            kernels.sample(self, number, temperatures, info.top_ks)
+        else:
+            best, best_ids = candidates(logits)
+            q.copy_(distribution(best, info))
+            ids.copy_(best_ids)
+            tokens.copy_(best_ids.gather(1, sample(q)[:, None]).squeeze(1))
+        return tokens
 
 
-def draft(logits: torch.Tensor, info: "SamplingBatchInfo") -> Draft:
-    """Sample a draft of each request from the logits [B, V] of a sparse step."""
-    if info.is_all_greedy:
-        return Draft(logits.argmax(-1))
-    best, ids = candidates(logits)
-    q = distribution(best, info)
-    return Draft(ids.gather(1, sample(q)[:, None]).squeeze(1), ids, q)
+def verify(drafts: Drafts, logits: torch.Tensor, info: "SamplingBatchInfo") -> Outcome:
+    """Accept a prefix of the drafts in sequence, and draw the token after it.
 
-
-def verify(drafts: list[Draft], logits: torch.Tensor, info: "SamplingBatchInfo") -> Outcome:
-    """Accept a prefix of the k `drafts` in sequence, and draw the token after it.
-
-    `logits` [B, k + 1, V] are those of the dense pass: row j follows j drafts.
+    `logits` [B, k + 1, V] are those of the dense pass: row j follows j drafts. Rows behind the last
+    draft are ignored.
     """
-    k = len(drafts)
-    tokens = torch.stack([draft.tokens for draft in drafts], dim=1)
-    if info.is_all_greedy:
-        best = logits.argmax(-1)
-        equal = tokens == best[:, :k]
-        accepted = equal.long().cumprod(1).sum(1)
-        return Outcome(accepted, best.gather(1, accepted[:, None]).squeeze(1), equal.float())
-    ids = torch.stack([draft.ids for draft in drafts if draft.ids is not None], dim=1)
-    q = torch.stack([draft.q for draft in drafts if draft.q is not None], dim=1)
-    return accept(tokens, ids, q, distribution(logits, info))
+    count = drafts.count
+    logits = logits[:, : count + 1]
+    if kernels := _kernels_for(logits):
+        temperatures = info.temperatures
+        if _truncates(info):
+            temperatures = torch.ones_like(temperatures)
+            logits = distribution(logits, info).log_()
+        return Outcome(*kernels.accept(drafts, logits, temperatures, info.top_ks))
+    tokens = drafts.tokens[1 : count + 1].T
+    ids = drafts.ids[:, :count].long()
+    return accept(tokens, ids, drafts.q[:, :count], distribution(logits, info))
 
 
 def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:
@@ -176,8 +203,8 @@ def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Te
 
     Args:
         tokens: [B, k], draft j sampled from q[:, j].
-        ids: [B, k, C], distinct candidates.
-        q: [B, k, C], their probabilities; all other tokens have none.
+        ids: [B, k, G] int64, distinct candidates.
+        q: [B, k, G], their probabilities; all other tokens have none.
         p: [B, k + 1, V], dense distributions.
     """
     k = tokens.shape[1]
@@ -185,10 +212,14 @@ def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Te
     q_of_draft = (q * (ids == tokens[..., None])).sum(2)
     is_accepted = torch.rand_like(p_of_draft) * q_of_draft < p_of_draft
     accepted = is_accepted.long().cumprod(1).sum(1)
-    rejected_at = accepted.clamp(max=k - 1)[:, None, None].expand(-1, 1, ids.shape[2])
-    removed = q.gather(1, rejected_at).squeeze(1) * (accepted < k)[:, None]
-    p_next = p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[2])).squeeze(1)
-    residual = p_next.scatter_add(1, ids.gather(1, rejected_at).squeeze(1), -removed).clamp(min=0)
+
+    def next_row(rows: torch.Tensor) -> torch.Tensor:
+        return rows.gather(1, accepted[:, None, None].expand(-1, 1, rows.shape[2])).squeeze(1)
+
+    p_next = next_row(p)
+    # No draft follows the last row.
+    removed, removed_ids = (next_row(torch.nn.functional.pad(x, (0, 0, 0, 1))) for x in (q, ids))
+    residual = p_next.scatter_add(1, removed_ids, -removed).clamp(min=0)
     # Where p = q up to rounding, a rejection has no residual.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     rates = torch.minimum(q, p[:, :k].gather(2, ids)).sum(2)

@@ -122,18 +122,19 @@ class LosslessWorker(BaseSpecWorker):
         table = self.model_runner.req_to_token_pool.req_to_token
         slots = table[rows.long()[:, None], positions].long()
         tokens = batch.spec_info.bonus_tokens.reshape(-1).long()
-        bonus, drafts = tokens, []
+        vocabulary = self.model_runner.model_config.vocab_size
+        drafts = acceptance.Drafts(tokens, self.speculative_num_steps, vocabulary)
         with self._drafting():
             for step in self._draft_steps(batch, committed, positions, slots):
                 step.input_ids = tokens
                 result = self._forward(step)
                 # The next replay overwrites the logits.
-                draft = acceptance.draft(result.logits_output.next_token_logits, info)
-                tokens = self._of_first_rank(draft.tokens)
-                drafts.append(draft._replace(tokens=tokens))
-        drafted = torch.stack([draft.tokens for draft in drafts], dim=1)
+                tokens = drafts.sample(result.logits_output.next_token_logits, info)
+                # In place, so that all ranks verify the same drafts.
+                self._of_first_rank(tokens)
+        to_verify = drafts.tokens.T.contiguous()
         verify = self._forward_batch(batch, ForwardMode.TARGET_VERIFY, committed)
-        verify.input_ids = torch.cat([bonus[:, None], drafted], dim=1).reshape(-1)
+        verify.input_ids = to_verify.reshape(-1)
         verify.positions, verify.out_cache_loc = positions.reshape(-1), slots.reshape(-1)
         verify.spec_info = _verify_input(width, verify.positions)
         if batch.seq_lens_cpu is not None:
@@ -142,7 +143,7 @@ class LosslessWorker(BaseSpecWorker):
             verify.seq_lens_sum = int(batch.seq_lens_cpu.sum())
         verified = self._forward(verify)
         logits_output = verified.logits_output
-        logits = logits_output.next_token_logits.view(len(bonus), width, -1)
+        logits = logits_output.next_token_logits.view(len(committed), width, -1)
         outcome = acceptance.verify(drafts, logits, info)
         if self._counters is not None:
             self._counters.add(outcome)
@@ -150,7 +151,7 @@ class LosslessWorker(BaseSpecWorker):
             outcome = outcome.forced(self._forced)
         accepted = self._of_first_rank(outcome.accepted)
         outcome = outcome._replace(accepted=accepted, bonus=self._of_first_rank(outcome.bonus))
-        output = outcome.output(drafted).reshape(-1)
+        output = outcome.output(to_verify[:, 1:]).reshape(-1)
         accept_lens = (accepted + 1).to(torch.int32)
         new_seq_lens = committed + accept_lens.to(committed.dtype)
         if on_publish is not None:

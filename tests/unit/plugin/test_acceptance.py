@@ -1,49 +1,16 @@
 """Speculative sampling gives the dense distribution whatever drafts are sampled from."""
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from frequencies import p_value, sampled_from
+from frequencies import REQUESTS, p_value, sampled_from, sampling
 
 from sparrow_sglang.plugin.lossless import acceptance
 from sparrow_sglang.plugin.server_log import describe
 from sparrow_sglang.schedule import BudgetSchedule
-
-ALL = 1 << 30
-
-
-def sampling(*requests: dict[str, float]) -> Any:
-    """As SGLang's SamplingBatchInfo describes requests."""
-    of = {
-        name: [request.get(name, default) for request in requests]
-        for name, default in {"temperature": 1.0, "top_k": ALL, "top_p": 1.0, "min_p": 0.0}.items()
-    }
-    return SimpleNamespace(
-        temperatures=torch.tensor(of["temperature"])[:, None],
-        top_ks=torch.tensor(of["top_k"], dtype=torch.int32),
-        top_ps=torch.tensor(of["top_p"]),
-        min_ps=torch.tensor(of["min_p"]),
-        is_all_greedy=all(k <= 1 for k in of["top_k"]),
-        is_any_greedy=any(k <= 1 for k in of["top_k"]),
-        need_top_k_sampling=any(k != ALL for k in of["top_k"]),
-        need_top_p_sampling=any(p < 1 for p in of["top_p"]),
-        need_min_p_sampling=any(p > 0 for p in of["min_p"]),
-    )
-
-
-REQUESTS = (
-    {},
-    {"temperature": 0.7},
-    {"top_k": 3},
-    {"top_p": 0.8, "temperature": 1.3},
-    {"min_p": 0.2},
-    {"top_k": 4, "top_p": 0.9, "min_p": 0.1},
-    {"top_k": 1},
-)
 
 
 def test_distributions_are_those_that_requests_ask_for() -> None:
@@ -58,27 +25,25 @@ def test_distributions_are_those_that_requests_ask_for() -> None:
 def test_candidates_are_the_best_of_groups_that_cover_the_vocabulary(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptance, "MAX_CANDIDATES", 64)
-    groups = vocabulary // -(-vocabulary // 64)
+    monkeypatch.setattr(acceptance, "MAX_GROUPS", 64)
     for best in range(vocabulary):
-        logits = torch.zeros(1, vocabulary)
+        logits = torch.full((1, vocabulary), -torch.inf)
         logits[0, best] = 1
         values, ids = acceptance.candidates(logits)
-        assert ids.unique().numel() == ids.numel() <= groups + vocabulary % groups
+        assert ids.unique().numel() == ids.numel() == min(64, vocabulary)
         assert (values == logits.gather(1, ids)).all()
         assert best in ids
 
 
 def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, k: int, count: int) -> Any:
     """Tokens of `count` rounds over a vocabulary whose logits depend on the latest token."""
-    bonus = torch.zeros(count, dtype=torch.int64)
-    drafts, previous = [], bonus
+    previous = torch.zeros(count, dtype=torch.int64)
+    # A round may draft fewer than it verifies.
+    drafts = acceptance.Drafts(previous, k + 1, sparse.shape[1])
     for _ in range(k):
-        drafts.append(acceptance.draft(sparse[previous], info))
-        previous = drafts[-1].tokens
-    tokens = torch.stack([draft.tokens for draft in drafts], 1)
-    logits = dense[torch.cat([bonus[:, None], tokens], 1)]
-    outcome = acceptance.verify(drafts, logits, info)
+        previous = drafts.sample(sparse[previous], info)
+    outcome = acceptance.verify(drafts, dense[drafts.tokens.T], info)
+    tokens = drafts.tokens[1:].T
     return outcome, outcome.output(tokens), tokens
 
 
@@ -88,7 +53,7 @@ def test_rounds_follow_the_dense_distribution(
     request_: dict[str, float], restricted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first two tokens: of a round where it has two, else followed by one drawn densely."""
-    monkeypatch.setattr(acceptance, "MAX_CANDIDATES", 3 if restricted else 64)
+    monkeypatch.setattr(acceptance, "MAX_GROUPS", 3 if restricted else 64)
     torch.manual_seed(1)
     vocabulary, k, count = 7, 3, 20_000
     dense = torch.randn(vocabulary, vocabulary) * 1.5
@@ -109,12 +74,22 @@ def test_rounds_follow_the_dense_distribution(
 
 
 def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
-    drafts = [acceptance.Draft(torch.tensor(tokens)) for tokens in ([3, 3, 1], [2, 0, 2])]
+    info = sampling(*[{"top_k": 1}] * 3)
+    drafts = acceptance.Drafts(torch.zeros(3, dtype=torch.int64), 2, 5)
+    for tokens in ([3, 3, 1], [2, 0, 2]):
+        drafts.sample(torch.nn.functional.one_hot(torch.tensor(tokens), 5).float(), info)
     best = torch.tensor([[3, 2, 4], [3, 1, 2], [3, 2, 2]])
-    logits = torch.nn.functional.one_hot(best, 5).float()
-    outcome = acceptance.verify(drafts, logits, sampling({"top_k": 1}))
+    outcome = acceptance.verify(drafts, torch.nn.functional.one_hot(best, 5).float(), info)
     assert outcome.accepted.tolist() == [2, 1, 0]
     assert outcome.bonus.tolist() == [4, 1, 3]
+
+
+def test_a_round_without_drafts_samples_a_token() -> None:
+    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64), 2, 3)
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [1, 0, 0]]), 3).log()
+    outcome = acceptance.verify(drafts, logits, sampling({}, {}))
+    assert outcome.accepted.tolist() == [0, 0]
+    assert outcome.bonus.tolist() == [2, 1]
 
 
 def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> None:

@@ -1,0 +1,179 @@
+"""The kernels of lossless decoding against the torch definition, with the same random numbers.
+
+On a CPU they run in Triton's interpreter, see `test_interpreted.py`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from frequencies import REQUESTS, p_value, sampled_from, sampling
+from kernel_step import DEVICES, INTERPRETED, rounding_of_a_gpu  # noqa: F401
+from scipy import stats
+
+from sparrow_sglang.plugin.lossless import acceptance, kernels
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(acceptance, "_kernels_for", lambda _: kernels)
+
+
+@triton.jit
+def _random_kernel(seed: Any, clocks: Any, coins: Any, BLOCK: tl.constexpr) -> None:
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(clocks + offset, kernels.exponential(tl.load(seed), offset))
+    tl.store(coins + offset, tl.rand(tl.load(seed), offset))
+
+
+def random_numbers(seed: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clocks and coins of the offsets from 0 on."""
+    count = torch.Size(shape).numel()
+    clocks, coins = torch.empty(2, -(-count // 4096) * 4096, device=seed.device)
+    _random_kernel[(len(clocks) // 4096,)](seed, clocks, coins, BLOCK=4096)
+    return clocks[:count].view(shape), coins[:count].view(shape)
+
+
+def drawn_logits(*shape: int, device: str) -> torch.Tensor:
+    """With tokens that are impossible, and rows that are not adjacent in memory."""
+    logits = (torch.randn(*shape[:-1], shape[-1] + 3) * 3).to(device)
+    logits[torch.rand_like(logits) < 0.1] = -torch.inf
+    logits[..., 0] = 0
+    return logits[..., : shape[-1]]
+
+
+def test_clocks_are_exponential(device: str) -> None:
+    seeds = torch.tensor([7, 1 << 61], device=device)
+    clocks, others = (random_numbers(seed, 1 << 16)[0].cpu() for seed in seeds[:, None])
+    assert (clocks > 0).all() and clocks.isfinite().all()
+    assert abs(float(torch.corrcoef(torch.stack([clocks, others]))[0, 1])) < 0.02
+    assert stats.kstest(clocks.numpy(), "expon").pvalue > 1e-4
+    # The first of many clocks decides.
+    first = clocks.view(-1, 64).amin(1) * 64
+    assert stats.kstest(first.numpy(), "expon").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [5, 70, 4096, 4097, 10_000])
+def test_candidates(device: str, vocabulary: int, dtype: torch.dtype) -> None:
+    # With ties.
+    logits = drawn_logits(3, vocabulary, device=device).round(decimals=1).to(dtype)
+    drafts = acceptance.Drafts(torch.zeros(3, dtype=torch.int64, device=device), 2, vocabulary)
+    kernels.candidates(logits, drafts.q[:, 1], drafts.ids[:, 1])
+    best, ids = acceptance.candidates(logits.cpu())
+    assert torch.equal(drafts.q[:, 1].cpu(), best.float())
+    assert torch.equal(drafts.ids[:, 1].cpu(), ids.int())
+
+
+SAMPLED = ({}, {"temperature": 0.7}, {"top_k": 1}, {"temperature": 1.3}, {"temperature": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "groups", "chunk", "requests"),
+    [
+        (7, 64, 64, SAMPLED * 4),
+        (64, 64, 64, ({"top_k": 1},) * 3),
+        (300, 64, 128, SAMPLED * 4),
+        (300, 64, 128, REQUESTS * 4),
+        (20_000, 4096, 8192, SAMPLED),
+    ],
+)
+def test_a_round(
+    device: str,
+    vocabulary: int,
+    groups: int,
+    chunk: int,
+    requests: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer drafts than the round verifies."""
+    monkeypatch.setattr(acceptance, "MAX_GROUPS", groups)
+    monkeypatch.setattr(kernels, "_CHUNK", chunk)
+    batch, count, k = len(requests), 4, 5
+    info = sampling(*requests, device=device)
+    drafts = acceptance.Drafts(torch.zeros(batch, dtype=torch.int64, device=device), k, vocabulary)
+    sparse = drawn_logits(batch, count, vocabulary, device=device)
+    width = triton.next_power_of_2(drafts.q.shape[2])
+    clocks = random_numbers(drafts.seeds[:1], count, batch, width)[0]
+    for number in range(count):
+        tokens = drafts.sample(sparse[:, number], info)
+        best, ids = acceptance.candidates(sparse[:, number])
+        q = acceptance.distribution(best, info)
+        torch.testing.assert_close(drafts.q[:, number], q, rtol=1e-5, atol=1e-7)
+        race = drafts.q[:, number] / clocks[number, :, : q.shape[1]]
+        assert torch.equal(tokens, ids.gather(1, race.argmax(-1, keepdim=True))[:, 0])
+
+    dense = torch.randn(batch, k + 1, vocabulary, device=device)
+    dense[:, :count] += sparse
+    # p = q as far as candidates go.
+    dense[:, 1] = sparse[:, 1]
+    # The best of several tokens is the first.
+    dense[:, 2] = dense[:, 2].round()
+    outcome = acceptance.verify(drafts, dense, info)
+
+    coins = random_numbers(drafts.seeds[1:2], batch, count + 1)[1][:, :count]
+    clocks = random_numbers(drafts.seeds[2:], batch, vocabulary)[0]
+    monkeypatch.setattr(torch, "rand_like", lambda _: coins)
+    monkeypatch.setattr(acceptance, "sample", lambda probs: (probs / clocks).argmax(-1))
+    expected = acceptance.accept(
+        drafts.tokens[1 : count + 1].T,
+        drafts.ids[:, :count].long(),
+        drafts.q[:, :count],
+        acceptance.distribution(dense[:, : count + 1], info),
+    )
+    assert torch.equal(outcome.accepted, expected.accepted)
+    assert torch.equal(outcome.bonus, expected.bonus)
+    torch.testing.assert_close(outcome.rates, expected.rates, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: str) -> None:
+    """p = q up to rounding: nothing of p is left, and no token of probability 0 may appear."""
+    batch = 20
+    logits = torch.tensor([0.0, 0.0, -torch.inf], device=device).expand(batch, 2, -1)
+    drafts = acceptance.Drafts(torch.zeros(batch, dtype=torch.int64, device=device), 1, 3)
+    info = sampling(*[{}] * batch, device=device)
+    drafts.sample(logits[:, 0], info)
+    drafts.tokens[1], drafts.q[:, 0, 2] = 2, 1e-9
+    outcome = acceptance.verify(drafts, logits, info)
+    assert not outcome.accepted.any()
+    assert set(outcome.bonus.tolist()) == {0, 1}
+
+
+def test_a_round_without_drafts_samples_a_token(device: str) -> None:
+    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64, device=device), 2, 3)
+    best = torch.tensor([[2, 0, 1], [1, 0, 0]], device=device)
+    logits = torch.nn.functional.one_hot(best, 3).log()
+    outcome = acceptance.verify(drafts, logits, sampling({}, {}, device=device))
+    assert outcome.accepted.tolist() == [0, 0]
+    assert outcome.bonus.tolist() == [2, 1]
+
+
+def test_logits_of_nan_give_tokens_of_the_vocabulary(device: str) -> None:
+    """A token outside of it would end the server with an illegal access."""
+    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64, device=device), 1, 9)
+    info = sampling({}, {"top_k": 1}, device=device)
+    logits = torch.full((2, 2, 9), torch.nan, device=device)
+    drafts.sample(logits[:, 0], info)
+    outcome = acceptance.verify(drafts, logits, info)
+    for tokens in (drafts.tokens, outcome.bonus, drafts.ids):
+        assert (tokens >= 0).all() and (tokens < 9).all()
+
+
+def test_first_tokens_follow_the_dense_distribution(device: str) -> None:
+    count = 150 if INTERPRETED else 50_000
+    dense = torch.randn(6, device=device)
+    sparse = 2 * dense.flip(0)
+    drafts = acceptance.Drafts(torch.zeros(count, dtype=torch.int64, device=device), 1, 6)
+    info = sampling(*[{"temperature": 0.8}] * count, device=device)
+    tokens = drafts.sample(sparse.expand(count, -1), info)
+    outcome = acceptance.verify(drafts, dense.expand(count, 2, -1), info)
+    exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))
+    first = outcome.output(drafts.tokens[1:].T)[:, 0]
+    assert p_value(first.tolist(), exact) > 1e-4
+    # The control: drafts do not follow it.
+    assert p_value(tokens.tolist(), exact) < 1e-9
