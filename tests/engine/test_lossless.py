@@ -1,7 +1,8 @@
 """Lossless decoding: what stock SGLang would have returned, token by token or by distribution."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from engines import (
     flush,
     last_of,
@@ -16,7 +19,9 @@ from engines import (
     save_tiny_model,
     start_engine,
     start_request,
+    weight_updates,
 )
+from safetensors.torch import load_file
 from sampled_answers import SETTINGS, SampledAnswers
 
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
@@ -180,18 +185,90 @@ def test_others_go_on_where_one_is_aborted(lossless: Any, stock: Any) -> None:
     assert lossless.loop.run_until_complete(beside_an_aborted_one()) == expected
 
 
+def load_from_disk(engine: Any, model: str) -> None:
+    assert engine.update_weights_from_disk(model)[0]
+
+
+def load_from_tensors(engine: Any, model: str) -> None:
+    with weight_updates(engine):
+        assert engine.update_weights_from_tensor(list(weights(model).items()))[0]
+
+
+def load_from_a_process_group(engine: Any, model: str) -> None:
+    """This process is rank 0 of the group."""
+    from sglang.srt.utils import init_custom_process_group
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tensors = weights(model)
+
+    def send() -> None:
+        group = init_custom_process_group(
+            backend="gloo",
+            store=dist.PrefixStore("weights", store),
+            world_size=2,
+            rank=0,
+            group_name="weights",
+        )
+        for tensor in tensors.values():
+            dist.broadcast(tensor, group=group, group_src=0)
+        dist.destroy_process_group(group)
+
+    with ThreadPoolExecutor() as pool:
+        sent = pool.submit(send)
+        joined = engine.init_weights_update_group(
+            "127.0.0.1", store.port, 1, 2, "weights", backend="gloo"
+        )
+        assert joined[0]
+        with weight_updates(engine):
+            assert engine.update_weights_from_distributed(
+                list(tensors),
+                [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+                [list(tensor.shape) for tensor in tensors.values()],
+                "weights",
+            )[0]
+        sent.result()
+    assert engine.destroy_weights_update_group("weights")[0]
+
+
+def load_after_a_release(engine: Any, model: str) -> None:
+    """As a trainer on the same GPU does."""
+    engine.release_memory_occupation()
+    engine.resume_memory_occupation(["weights"])
+    load_from_tensors(engine, model)
+    engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+
+
+def weights(model: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(model) / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "load",
+    [load_from_disk, load_from_tensors, load_from_a_process_group, load_after_a_release],
+)
 def test_new_weights_draft_and_verify(
-    lossless: Any, stock: Any, sharp_llama: str, tmp_path: Path
+    lossless: Any, stock: Any, sharp_llama: str, tmp_path: Path, load: Callable[[Any, str], None]
 ) -> None:
     other = save_tiny_model(tmp_path, seed=1, spread=0.15)
     fields = {"input_ids": random_prompt(50, 120), "sampling_params": greedy(50)}
     before = lossless.generate(**fields)["output_ids"]
-    answers = []
-    for engine in (lossless, stock):
-        assert engine.update_weights_from_disk(other)[0]
-        answers.append(engine.generate(**fields)["output_ids"])
-        assert engine.update_weights_from_disk(sharp_llama)[0]
-    assert answers[0] == answers[1] != before
+    load_from_disk(stock, other)
+    expected = stock.generate(**fields)["output_ids"]
+    load_from_disk(stock, sharp_llama)
+    load(lossless, other)
+    answer = lossless.generate(**fields)["output_ids"]
+    load_from_disk(lossless, sharp_llama)
+    assert answer == expected != before
+    assert lossless.generate(**fields)["output_ids"] == before
+
+
+def test_released_memory_comes_back(lossless: Any) -> None:
+    fields = {"input_ids": random_prompt(55, 120), "sampling_params": greedy(50)}
+    before = lossless.generate(**fields)["output_ids"]
+    lossless.release_memory_occupation()
+    with pytest.raises(ValueError, match="released"):
+        lossless.generate(**fields)
+    lossless.resume_memory_occupation()
     assert lossless.generate(**fields)["output_ids"] == before
 
 

@@ -1,0 +1,75 @@
+"""A server with lossless decoding, by the `openai` client, against a stock one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from adapted_models import save_model_of_words, token_ids, words
+from engines import random_prompt
+from servers import start_server
+
+PROMPT = words(random_prompt(0, 100))
+GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """URLs: lossless, and stock."""
+    model = save_model_of_words(tmp_path_factory.mktemp("words"))
+    common = {"skip_tokenizer_init": False, "grammar_backend": "none", "served_model_name": "tiny"}
+    with (
+        start_server(
+            model,
+            attention_backend="sparrow",
+            sparrow_schedule="fixed-64",
+            speculative_algorithm="SPARROW",
+            speculative_num_draft_tokens=5,
+            enable_metrics=True,
+            **common,
+        ) as lossless,
+        start_server(model, attention_backend="torch_native", **common) as stock,
+    ):
+        yield lossless, stock
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def answer(url: str, **fields: Any) -> Any:
+    return client(url).completions.create(prompt=PROMPT, **GREEDY | fields)
+
+
+def test_answers_are_those_of_a_stock_server(served: tuple[str, str]) -> None:
+    """Whole, streamed, in chats, and where a string stops them within a round."""
+    expected = answer(served[1]).choices[0].text
+    ours = answer(served[0], n=2)
+    assert [choice.text for choice in ours.choices] == [expected] * 2
+    parts = [part.choices[0].text for part in answer(served[0], stream=True)]
+    assert "".join(parts) == expected and len(parts) > 2
+    messages = [{"role": "user", "content": PROMPT}]
+    chats = [client(url).chat.completions.create(messages=messages, **GREEDY) for url in served]
+    assert chats[0].choices[0].message.content == chats[1].choices[0].message.content
+    for token in token_ids(expected)[5:12]:
+        ours, stock = (answer(url, stop=f"w{token} ").choices[0] for url in served)
+        assert (ours.text, ours.finish_reason) == (stock.text, stock.finish_reason)
+        assert ours.finish_reason == "stop"
+
+
+def test_drafts_are_counted(served: tuple[str, str]) -> None:
+    """The ratio of the counters is a mean acceptance rate."""
+    answer(served[0])
+    lines = httpx.get(f"{served[0]}/metrics").text.splitlines()
+    drafts, rates = (
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sparrow:{counter}"))
+        for counter in ("drafts_total", "draft_acceptance_total")
+    )
+    assert drafts > 0
+    assert 0 < rates / drafts < 1
+
+
+def test_what_a_round_cannot_honour_is_a_bad_request(served: tuple[str, str]) -> None:
+    with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+        answer(served[0], presence_penalty=1)
