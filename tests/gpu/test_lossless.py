@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import random_prompt, save_tiny_model, start_engine
+from engines import random_prompt, save_tiny_model, start_engine, weight_updates
+from safetensors.torch import load_file
 from sampled_answers import SETTINGS, SampledAnswers
 
 pytestmark = [
@@ -95,3 +96,51 @@ def test_greedy_tokens_lead_densely(dense: str, graphs: bool, tmp_path: Path) ->
             assert abs(returned - logprob) < ROUNDING
             assert top - logprob < ROUNDING
         assert 1 <= about["spec_accept_length"] <= 5
+
+
+def test_released_memory_and_new_weights(tmp_path: Path) -> None:
+    """Graphs of drafts and verifications read what was loaded after their memory was released."""
+    pytest.importorskip("torch_memory_saver")
+    shape: dict[str, Any] = {
+        "spread": 0.1,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "dtype": "bfloat16",
+    }
+    models = [save_tiny_model(tmp_path / str(seed), seed=seed, **shape) for seed in (0, 1)]
+    weights = [load_file(Path(model) / "model.safetensors", device="cuda") for model in models]
+    fields: dict[str, Any] = {
+        "input_ids": random_prompt(0, 300),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 100},
+        "return_logprob": True,
+    }
+    answers = []
+    with start_engine(
+        models[0],
+        attention_backend="sparrow",
+        sparrow_schedule="fixed-64",
+        sparrow_dense_backend="fa3",
+        enable_memory_saver=True,
+        dtype="bfloat16",
+        page_size=16,
+        disable_prefill_cuda_graph=True,
+        max_running_requests=4,
+        max_total_tokens=32768,
+        cuda_graph_bs_decode=[1, 2],
+        **DRAFTS,
+    ) as engine:
+        answers.append(engine.generate(**fields))
+        for loaded in (weights[1], weights[0]):
+            free = torch.cuda.mem_get_info()[0]
+            engine.release_memory_occupation()
+            assert torch.cuda.mem_get_info()[0] > free
+            engine.resume_memory_occupation(["weights"])
+            with weight_updates(engine):
+                assert engine.update_weights_from_tensor(list(loaded.items()))[0]
+            engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+            answers.append(engine.generate(**fields))
+    first, other, again = (answer["output_ids"] for answer in answers)
+    assert first == again != other
+    assert all(1 < answer["meta_info"]["spec_accept_length"] <= 5 for answer in answers)
