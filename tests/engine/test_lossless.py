@@ -24,7 +24,9 @@ from engines import (
 from safetensors.torch import load_file
 from sampled_answers import SETTINGS, SampledAnswers
 
+from sparrow_sglang import set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.server_args import resolve_schedule
@@ -185,6 +187,33 @@ def test_others_go_on_where_one_is_aborted(lossless: Any, stock: Any) -> None:
     assert lossless.loop.run_until_complete(beside_an_aborted_one()) == expected
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_an_answer_goes_on_after_a_pause(lossless: Any, stock: Any, mode: str) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    fields = {"input_ids": random_prompt(45, 120), "sampling_params": greedy(200)}
+
+    async def paused() -> list[int]:
+        manager = lossless.tokenizer_manager
+        answers = await start_request(lossless, **fields)
+        rest = asyncio.ensure_future(last_of(answers))
+        await manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        assert not rest.done()
+        await manager.continue_generation(ContinueGenerationReqInput())
+        return (await rest)["output_ids"]
+
+    expected = stock.generate(**fields)["output_ids"]
+    assert lossless.loop.run_until_complete(paused()) == expected
+
+
+def test_drafts_follow_another_schedule(lossless: Any, stock: Any) -> None:
+    fields = {"input_ids": random_prompt(48, 200), "sampling_params": greedy(50)}
+    expected = stock.generate(**fields)["output_ids"]
+    before = set_schedule(lossless, "fixed-128")
+    assert lossless.generate(**fields)["output_ids"] == expected
+    set_schedule(lossless, before)
+
+
 def load_from_disk(engine: Any, model: str) -> None:
     assert engine.update_weights_from_disk(model)[0]
 
@@ -277,9 +306,11 @@ def test_released_memory_comes_back(lossless: Any) -> None:
     [
         ("repetition_penalty", 1.1),
         ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
         ("min_new_tokens", 2),
         ("logit_bias", {"5": 1.0}),
         ("regex", "a+"),
+        ("json_schema", "{}"),
         ("report", {"sparrow": {"report": True}}),
     ],
 )
@@ -298,7 +329,11 @@ def test_requests_that_a_round_cannot_honour_are_rejected(
             "enable_lora",
             {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
         ),
+        ("lora_paths", {"lora_paths": ["adapter=path"]}),
         ("sparrow_audit_rate", {"sparrow_audit_rate": 0.1}),
+        ("pp_size", {"pp_size": 2}),
+        ("enable_dp_attention", {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}),
+        ("enable_deterministic_inference", {"enable_deterministic_inference": True}),
         ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
         ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
     ],
@@ -319,9 +354,20 @@ def test_defaults(make_args: Any) -> None:
     assert schedule.name == "drafts"
 
 
-def test_windows_are_rejected(make_args: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="windows"):
-        make_args(save_tiny_model(tmp_path, "gpt_oss"), **DRAFTS)
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [("gpt_oss", "windows"), ("qwen3_next", "linear attention"), ("qwen3_5", "images")],
+)
+def test_models_that_it_does_not_serve_are_rejected(
+    tmp_path: Path, kind: str, problem: str
+) -> None:
+    """Not by `make_args`: without an accelerator, some are rejected for other reasons."""
+    from sglang.srt.server_args import ServerArgs
+
+    model = save_tiny_model(tmp_path, kind)
+    args = ServerArgs(model_path=model, attention_backend="sparrow", **DRAFTS)
+    problems = lossless_model_problems(args, read_model_config(args))
+    assert any(problem in line for line in problems)
 
 
 def test_ranks_agree(schedule_file: str, tmp_path: Path) -> None:
