@@ -209,7 +209,8 @@ def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
         return schedule_for_model(model_config, page_size, "engine.schedule")
     try:
         loaded = load_schedule(DRAFTS if schedule == AUTO else schedule, page_size)
-        loaded.require_model(model_config)
+        if model_config is not None:
+            loaded.require_model(model_config)
     except ScheduleError as error:
         raise ScheduleError(f"engine.schedule: {error}") from None
     return loaded

@@ -75,6 +75,14 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
     )
 
 
+def test_a_schedule_with_a_rule_of_the_model_can_be_named(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    lines = f'run_dir = "{tmp_path}/run"\ntask.name = "story"\n'
+    path.write_text(lines + 'engine.schedule = "smollm2-135m-int4-0.75"')
+    assert main(["train", "--check", str(path)]) == 0
+    assert "the settings can be run" in capsys.readouterr().out
+
+
 def test_lossless_rollouts_are_dense_to_the_trainer(tmp_path, byte_model):
     engine = {"lossless": True, "server_args": {"speculative_num_draft_tokens": 5}}
     setup = prepare(settings(byte_model, tmp_path, "auto", engine=engine))
