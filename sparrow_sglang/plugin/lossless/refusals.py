@@ -27,8 +27,8 @@ row of logits for each token of each request."""
 _ARGUMENTS = {
     "pp_size": (1, "drafts are not passed between pipeline stages"),
     "enable_dp_attention": (False, "idle ranks would have to draft"),
-    "enable_lora": (False, "drafts carry no adapters"),
-    "lora_paths": (None, "drafts carry no adapters"),
+    "enable_lora": (False, "a round applies no adapter, so merge it into the weights"),
+    "lora_paths": (None, "a round applies no adapter, so merge it into the weights"),
     "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:draft_acceptance"),
     "enable_deterministic_inference": (False, "drafts take no seed"),
     "enable_return_hidden_states": (False, "a round keeps none"),
@@ -58,7 +58,7 @@ _REQUEST = (
     _Field("return_hidden_states", False, "a round keeps none"),
     _Field("return_sampling_mask", False, "a round keeps none"),
     _Field("return_entropy", False, "a round keeps none"),
-    _Field("lora_id", None, "drafts carry no adapters"),
+    _Field("lora_id", None, "a round applies no adapter"),
 )
 
 
