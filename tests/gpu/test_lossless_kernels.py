@@ -47,6 +47,11 @@ def drawn_logits(*shape: int, device: str) -> torch.Tensor:
     return logits[..., : shape[-1]]
 
 
+def drafts_of(info: Any, k: int, vocabulary: int) -> acceptance.Drafts:
+    latest = torch.zeros(len(info.top_ks), dtype=torch.int64, device=info.top_ks.device)
+    return acceptance.Drafts(latest, k, vocabulary, info)
+
+
 def test_clocks_are_exponential(device: str) -> None:
     seeds = torch.tensor([7, 1 << 61], device=device)
     clocks, others = (random_numbers(seed, 1 << 16)[0].cpu() for seed in seeds[:, None])
@@ -63,11 +68,17 @@ def test_clocks_are_exponential(device: str) -> None:
 def test_candidates(device: str, vocabulary: int, dtype: torch.dtype) -> None:
     # With ties.
     logits = drawn_logits(3, vocabulary, device=device).round(decimals=1).to(dtype)
-    drafts = acceptance.Drafts(torch.zeros(3, dtype=torch.int64, device=device), 2, vocabulary)
-    kernels.candidates(logits, drafts.q[:, 1], drafts.ids[:, 1])
+    info = sampling({}, {"top_k": 1}, {"temperature": 0.8}, device=device)
+    drafts = drafts_of(info, 2, vocabulary)
+    tokens = drafts.sample(logits)
     best, ids = acceptance.candidates(logits.cpu())
-    assert torch.equal(drafts.q[:, 1].cpu(), best.float())
-    assert torch.equal(drafts.ids[:, 1].cpu(), ids.int())
+    assert torch.equal(drafts.ids[:, 0].cpu(), ids.int())
+    for row, temperature in ((0, 1), (2, 0.8)):
+        q = (best[row].float() / temperature).softmax(0)
+        torch.testing.assert_close(drafts.q[row, 0].cpu(), q, rtol=1e-5, atol=1e-7)
+    # The first of the best tokens, as in the dense step.
+    assert tokens[1] == logits[1].cpu().argmax()
+    assert (drafts.q[1, 0].cpu() == (ids[1] == tokens[1].cpu())).all()
 
 
 SAMPLED = ({}, {"temperature": 0.7}, {"top_k": 1}, {"temperature": 1.3}, {"temperature": 0.1})
@@ -96,12 +107,12 @@ def test_a_round(
     monkeypatch.setattr(kernels, "_CHUNK", chunk)
     batch, count, k = len(requests), 4, 5
     info = sampling(*requests, device=device)
-    drafts = acceptance.Drafts(torch.zeros(batch, dtype=torch.int64, device=device), k, vocabulary)
+    drafts = drafts_of(info, k, vocabulary)
     sparse = drawn_logits(batch, count, vocabulary, device=device)
     width = triton.next_power_of_2(drafts.q.shape[2])
     clocks = random_numbers(drafts.seeds[:1], count, batch, width)[0]
     for number in range(count):
-        tokens = drafts.sample(sparse[:, number], info)
+        tokens = drafts.sample(sparse[:, number])
         best, ids = acceptance.candidates(sparse[:, number])
         q = acceptance.distribution(best, info)
         torch.testing.assert_close(drafts.q[:, number], q, rtol=1e-5, atol=1e-7)
@@ -114,7 +125,7 @@ def test_a_round(
     dense[:, 1] = sparse[:, 1]
     # The best of several tokens is the first.
     dense[:, 2] = dense[:, 2].round()
-    outcome = acceptance.verify(drafts, dense, info)
+    outcome = drafts.verify(dense)
 
     coins = random_numbers(drafts.seeds[1:2], batch, count + 1)[1][:, :count]
     clocks = random_numbers(drafts.seeds[2:], batch, vocabulary)[0]
@@ -135,31 +146,29 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: 
     """p = q up to rounding: nothing of p is left, and no token of probability 0 may appear."""
     batch = 20
     logits = torch.tensor([0.0, 0.0, -torch.inf], device=device).expand(batch, 2, -1)
-    drafts = acceptance.Drafts(torch.zeros(batch, dtype=torch.int64, device=device), 1, 3)
-    info = sampling(*[{}] * batch, device=device)
-    drafts.sample(logits[:, 0], info)
+    drafts = drafts_of(sampling(*[{}] * batch, device=device), 1, 3)
+    drafts.sample(logits[:, 0])
     drafts.tokens[1], drafts.q[:, 0, 2] = 2, 1e-9
-    outcome = acceptance.verify(drafts, logits, info)
+    outcome = drafts.verify(logits)
     assert not outcome.accepted.any()
     assert set(outcome.bonus.tolist()) == {0, 1}
 
 
 def test_a_round_without_drafts_samples_a_token(device: str) -> None:
-    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64, device=device), 2, 3)
+    drafts = drafts_of(sampling({}, {}, device=device), 2, 3)
     best = torch.tensor([[2, 0, 1], [1, 0, 0]], device=device)
     logits = torch.nn.functional.one_hot(best, 3).log()
-    outcome = acceptance.verify(drafts, logits, sampling({}, {}, device=device))
+    outcome = drafts.verify(logits)
     assert outcome.accepted.tolist() == [0, 0]
     assert outcome.bonus.tolist() == [2, 1]
 
 
 def test_logits_of_nan_give_tokens_of_the_vocabulary(device: str) -> None:
     """A token outside of it would end the server with an illegal access."""
-    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64, device=device), 1, 9)
-    info = sampling({}, {"top_k": 1}, device=device)
+    drafts = drafts_of(sampling({}, {"top_k": 1}, device=device), 1, 9)
     logits = torch.full((2, 2, 9), torch.nan, device=device)
-    drafts.sample(logits[:, 0], info)
-    outcome = acceptance.verify(drafts, logits, info)
+    drafts.sample(logits[:, 0])
+    outcome = drafts.verify(logits)
     for tokens in (drafts.tokens, outcome.bonus, drafts.ids):
         assert (tokens >= 0).all() and (tokens < 9).all()
 
@@ -168,10 +177,9 @@ def test_first_tokens_follow_the_dense_distribution(device: str) -> None:
     count = 150 if INTERPRETED else 50_000
     dense = torch.randn(6, device=device)
     sparse = 2 * dense.flip(0)
-    drafts = acceptance.Drafts(torch.zeros(count, dtype=torch.int64, device=device), 1, 6)
-    info = sampling(*[{"temperature": 0.8}] * count, device=device)
-    tokens = drafts.sample(sparse.expand(count, -1), info)
-    outcome = acceptance.verify(drafts, dense.expand(count, 2, -1), info)
+    drafts = drafts_of(sampling(*[{"temperature": 0.8}] * count, device=device), 1, 6)
+    tokens = drafts.sample(sparse.expand(count, -1))
+    outcome = drafts.verify(dense.expand(count, 2, -1))
     exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))
     first = outcome.output(drafts.tokens[1:].T)[:, 0]
     assert p_value(first.tolist(), exact) > 1e-4

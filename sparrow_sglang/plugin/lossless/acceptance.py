@@ -9,8 +9,7 @@ B is the number of requests, k that of drafts, V the vocabulary, G the groups of
 """
 
 from collections import deque
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -49,7 +48,7 @@ class Outcome(NamedTuple):
         return padded.scatter_(1, self.accepted[:, None], self.bonus[:, None])
 
 
-def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
+def _kernels_for(logits: torch.Tensor) -> Any:
     """The kernels, unless the definition runs."""
     if not logits.is_cuda:
         return None
@@ -145,57 +144,50 @@ class Drafts:
         ids: [B, k, G] int32, the candidates of each draft.
         q: [B, k, G] fp32, their probabilities; all other tokens have none.
         count: drafts until now.
+        temperatures: [B] fp32, for the kernels: -1 for greedy requests, and 1 in a batch whose
+            probabilities are truncated before, and handed over as logits.
     """
 
-    def __init__(self, latest: torch.Tensor, k: int, vocabulary: int) -> None:
+    def __init__(
+        self, latest: torch.Tensor, k: int, vocabulary: int, info: "SamplingBatchInfo"
+    ) -> None:
         shape, device = (len(latest), k, min(MAX_GROUPS, vocabulary)), latest.device
-        self.vocabulary = vocabulary
+        self.count, self.info, self.truncates = 0, info, _truncates(info)
+        positive = 1.0 if self.truncates else info.temperatures[:, 0]
+        self.temperatures = torch.where(info.top_ks > 1, positive, -1.0)
         self.tokens = latest.repeat(k + 1, 1)
         self.ids = torch.empty(shape, dtype=torch.int32, device=device)
         self.q = torch.empty(shape, device=device)
         # Keys of the kernels' random numbers: for drafts, acceptance, and the token after them.
         self.seeds = torch.empty(3, dtype=torch.int64, device=device).random_()
-        self.count = 0
 
-    def sample(self, logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Sample the next draft of each request from the logits [B, V] of a sparse step.
 
         Returns its row of `tokens`, which may be written.
         """
         number, self.count = self.count, self.count + 1
-        ids, q, tokens = self.ids[:, number], self.q[:, number], self.tokens[number + 1]
         if kernels := _kernels_for(logits):
-            kernels.candidates(logits, q, ids)
-            temperatures = info.temperatures
-            if _truncates(info):
-                temperatures = torch.ones_like(temperatures)
-                q.copy_(distribution(q, info).log_())
-            kernels.sample(self, number, temperatures, info.top_ks)
+            kernels.sample(self, number, logits)
         else:
-            best, best_ids = candidates(logits)
-            q.copy_(distribution(best, info))
-            ids.copy_(best_ids)
-            tokens.copy_(best_ids.gather(1, sample(q)[:, None]).squeeze(1))
-        return tokens
+            best, ids = candidates(logits)
+            self.ids[:, number] = ids
+            self.q[:, number] = q = distribution(best, self.info)
+            self.tokens[number + 1] = ids.gather(1, sample(q)[:, None]).squeeze(1)
+        return self.tokens[number + 1]
 
+    def verify(self, logits: torch.Tensor) -> Outcome:
+        """Accept a prefix of the drafts in sequence, and draw the token after it.
 
-def verify(drafts: Drafts, logits: torch.Tensor, info: "SamplingBatchInfo") -> Outcome:
-    """Accept a prefix of the drafts in sequence, and draw the token after it.
-
-    `logits` [B, k + 1, V] are those of the dense pass: row j follows j drafts. Rows behind the last
-    draft are ignored.
-    """
-    count = drafts.count
-    logits = logits[:, : count + 1]
-    if kernels := _kernels_for(logits):
-        temperatures = info.temperatures
-        if _truncates(info):
-            temperatures = torch.ones_like(temperatures)
-            logits = distribution(logits, info).log_()
-        return Outcome(*kernels.accept(drafts, logits, temperatures, info.top_ks))
-    tokens = drafts.tokens[1 : count + 1].T
-    ids = drafts.ids[:, :count].long()
-    return accept(tokens, ids, drafts.q[:, :count], distribution(logits, info))
+        `logits` [B, k + 1, V] are those of the dense pass: row j follows j drafts. Rows behind the
+        last draft are ignored.
+        """
+        count = self.count
+        logits = logits[:, : count + 1]
+        if kernels := _kernels_for(logits):
+            return kernels.accept(self, logits)
+        tokens, ids, q = self.tokens[1 : count + 1].T, self.ids[:, :count], self.q[:, :count]
+        return accept(tokens, ids.long(), q, distribution(logits, self.info))
 
 
 def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:
@@ -220,8 +212,8 @@ def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Te
     # No draft follows the last row.
     removed, removed_ids = (next_row(torch.nn.functional.pad(x, (0, 0, 0, 1))) for x in (q, ids))
     residual = p_next.scatter_add(1, removed_ids, -removed).clamp(min=0)
-    # Where p = q up to rounding, a rejection has no residual.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    # Where p = q up to rounding, a rejection has no residual. Elsewhere 1e-20 changes nothing.
+    residual += 1e-20 * p_next
     rates = torch.minimum(q, p[:, :k].gather(2, ids)).sum(2)
     return Outcome(accepted, sample(residual), rates)
 

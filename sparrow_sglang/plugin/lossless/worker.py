@@ -5,7 +5,6 @@ steps at positions C to C + k - 1 draft k tokens, then one dense pass over the b
 drafts, at positions C to C + k, replaces the KV that they wrote. So committed KV is always dense.
 """
 
-import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,13 +122,13 @@ class LosslessWorker(BaseSpecWorker):
         slots = table[rows.long()[:, None], positions].long()
         tokens = batch.spec_info.bonus_tokens.reshape(-1).long()
         vocabulary = self.model_runner.model_config.vocab_size
-        drafts = acceptance.Drafts(tokens, self.speculative_num_steps, vocabulary)
+        drafts = acceptance.Drafts(tokens, self.speculative_num_steps, vocabulary, info)
         with self._drafting():
             for step in self._draft_steps(batch, committed, positions, slots):
                 step.input_ids = tokens
                 result = self._forward(step)
                 # The next replay overwrites the logits.
-                tokens = drafts.sample(result.logits_output.next_token_logits, info)
+                tokens = drafts.sample(result.logits_output.next_token_logits)
                 # In place, so that all ranks verify the same drafts.
                 self._of_first_rank(tokens)
         to_verify = drafts.tokens.T.contiguous()
@@ -144,7 +143,7 @@ class LosslessWorker(BaseSpecWorker):
         verified = self._forward(verify)
         logits_output = verified.logits_output
         logits = logits_output.next_token_logits.view(len(committed), width, -1)
-        outcome = acceptance.verify(drafts, logits, info)
+        outcome = drafts.verify(logits)
         if self._counters is not None:
             self._counters.add(outcome)
         if self._forced is not None:
@@ -194,13 +193,11 @@ class LosslessWorker(BaseSpecWorker):
         slots: torch.Tensor,
     ) -> Iterator[ForwardBatch]:
         """The decode step of each draft; its token is to be set."""
-        template = self._forward_batch(batch, ForwardMode.DECODE, committed)
         by_step = positions.T.contiguous(), slots.T.contiguous()
         lengths = by_step[0].to(committed.dtype) + 1
         for number in range(self.speculative_num_steps):
-            step = copy.copy(template)
+            step = self._forward_batch(batch, ForwardMode.DECODE, lengths[number])
             step.positions, step.out_cache_loc = (rows[number] for rows in by_step)
-            step.seq_lens = step.orig_seq_lens = lengths[number]
             if batch.seq_lens_cpu is not None:
                 step.seq_lens_cpu = batch.seq_lens_cpu + number + 1
                 step.seq_lens_sum = int(step.seq_lens_cpu.sum())

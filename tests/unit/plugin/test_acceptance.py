@@ -39,10 +39,10 @@ def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, k: int, count: 
     """Tokens of `count` rounds over a vocabulary whose logits depend on the latest token."""
     previous = torch.zeros(count, dtype=torch.int64)
     # A round may draft fewer than it verifies.
-    drafts = acceptance.Drafts(previous, k + 1, sparse.shape[1])
+    drafts = acceptance.Drafts(previous, k + 1, sparse.shape[1], info)
     for _ in range(k):
-        previous = drafts.sample(sparse[previous], info)
-    outcome = acceptance.verify(drafts, dense[drafts.tokens.T], info)
+        previous = drafts.sample(sparse[previous])
+    outcome = drafts.verify(dense[drafts.tokens.T])
     tokens = drafts.tokens[1:].T
     return outcome, outcome.output(tokens), tokens
 
@@ -75,19 +75,19 @@ def test_rounds_follow_the_dense_distribution(
 
 def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
     info = sampling(*[{"top_k": 1}] * 3)
-    drafts = acceptance.Drafts(torch.zeros(3, dtype=torch.int64), 2, 5)
+    drafts = acceptance.Drafts(torch.zeros(3, dtype=torch.int64), 2, 5, info)
     for tokens in ([3, 3, 1], [2, 0, 2]):
-        drafts.sample(torch.nn.functional.one_hot(torch.tensor(tokens), 5).float(), info)
+        drafts.sample(torch.nn.functional.one_hot(torch.tensor(tokens), 5).float())
     best = torch.tensor([[3, 2, 4], [3, 1, 2], [3, 2, 2]])
-    outcome = acceptance.verify(drafts, torch.nn.functional.one_hot(best, 5).float(), info)
+    outcome = drafts.verify(torch.nn.functional.one_hot(best, 5).float())
     assert outcome.accepted.tolist() == [2, 1, 0]
     assert outcome.bonus.tolist() == [4, 1, 3]
 
 
 def test_a_round_without_drafts_samples_a_token() -> None:
-    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64), 2, 3)
+    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64), 2, 3, sampling({}, {}))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [1, 0, 0]]), 3).log()
-    outcome = acceptance.verify(drafts, logits, sampling({}, {}))
+    outcome = drafts.verify(logits)
     assert outcome.accepted.tolist() == [0, 0]
     assert outcome.bonus.tolist() == [2, 1]
 
