@@ -25,7 +25,9 @@ def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
-def _random_kernel(seed: Any, clocks: Any, coins: Any, BLOCK: tl.constexpr) -> None:
+def _random_kernel(
+    seed: tl.tensor, clocks: tl.tensor, coins: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(clocks + offset, kernels.exponential(tl.load(seed), offset))
     tl.store(coins + offset, tl.rand(tl.load(seed), offset))
