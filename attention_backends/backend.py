@@ -98,9 +98,12 @@ class SparrowAttnBackend(AttentionBackend):
         pair_variances: sums over prefill passes while a calibration measures; otherwise None.
         dense_steps: whether steps are captured that the stock backend decodes in all layers.
         dense_step: whether the captured step that is planned next is one; `DecodeGraphs` writes it.
+        forced: whether decode steps are dense, whatever their lengths; None to go by them, as only
+            captured steps do.
     """
 
     dense_steps = dense_step = False
+    forced: bool | None = None
     _dense_rows = _dense_tokens = 0
 
     def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
@@ -195,8 +198,8 @@ class SparrowAttnBackend(AttentionBackend):
             self._plan_verify(forward_batch, captured=False)
             return
         decode = forward_batch.forward_mode.is_decode()
-        self.dense_step = False
-        if self.stock_layers or not decode:
+        self.dense_step = decode and bool(self.forced)
+        if self.stock_layers or self.dense_step or not decode:
             with self._planning:
                 self.dense.init_forward_metadata(forward_batch)
         if decode:

@@ -69,8 +69,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
     state.lossless = is_lossless(server_args)
     # A calibration measures schedules as they are written.
-    literal = state.lossless or RECORDED in os.environ
-    state.measures_dense = resolved(server_args).device == "cuda" and not literal
+    state.measures_dense = resolved(server_args).device == "cuda" and RECORDED not in os.environ
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
         log = None if folder is None else MismatchLog(Path(folder))
@@ -84,6 +83,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
 async def measured(manager: "TokenizerManager") -> None:
     """Before the first request, have short sequences decode densely where that is faster.
 
+    With lossless decoding, have rounds draft as many tokens as pay.
     Data-parallel replicas take the largest length that one of them has measured.
     """
     state = require_server_state(manager)
@@ -112,6 +112,9 @@ async def _measure_all(manager: "TokenizerManager") -> None:
 
 @scheduler_rpc(_DENSE)
 def _measure(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    if require_scheduler_state().lossless:
+        scheduler.model_worker.measure()
+        return {"tokens": 0}
     from sparrow_sglang.plugin.dense_steps import measure_dense_tokens
 
     tokens = measure_dense_tokens(scheduler.tp_worker.model_runner)

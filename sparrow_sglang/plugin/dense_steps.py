@@ -6,8 +6,8 @@ densely by its own length alone, whatever its batch, so that reports, audit and 
 the schedule, as ever.
 """
 
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,10 +36,9 @@ class _Variants(NamedTuple):
 
 
 class DecodeGraphs(DecodeCudaGraphRunner):
-    """Captures decode steps in two variants. `forced` chooses one, None by the batch's lengths."""
+    """Captures decode steps in two variants."""
 
     attention_graph_variants: Any = property(lambda self: _Variants(), lambda self, value: None)
-    forced: bool | None = None
 
     def __init__(self, model_runner: "ModelRunner", **arguments: Any) -> None:
         self._sparrow = sparrow_backend(model_runner)
@@ -58,7 +57,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
         super().capture_one_shape(size, forward, stream_idx, variant_label, attention_variant)
 
     def _resolve_attention_variant(self, forward_batch: ForwardBatch, capture_bs: int) -> str:
-        dense = self.forced
+        dense = self._sparrow.forced
         if dense is None:
             lengths = forward_batch.seq_lens_cpu
             known = lengths is not None and lengths.numel() > 0
@@ -83,23 +82,51 @@ def measure_dense_tokens(runner: "ModelRunner") -> int:
     ):
         return 0
     schedule = sparrow_backend(runner).schedule
-    room = runner.max_total_num_tokens - schedule.page_size
-    lengths = list(_lengths(schedule.first_sparse_length(), min(model.context_len, room)))
-    largest = min(graphs.max_bs, runner.req_to_token_pool.size)
+    by_batch: dict[int, list[int]] = {}
+    for batch, tokens in timed_cases(runner, (1, 16), model.context_len):
+        if tokens >= schedule.first_sparse_length():
+            by_batch.setdefault(batch, []).append(tokens)
     dense_tokens = 0
-    for batch in sorted({1, min(16, largest), largest}):
-        fitting = [tokens for tokens in lengths if batch * tokens <= room]
-        ratios = [_sparse_to_dense(runner, graphs, batch, tokens) for tokens in fitting]
-        dense_tokens = max(dense_tokens, crossover(fitting, ratios))
+    for batch, lengths in by_batch.items():
+        ratios = [_sparse_to_dense(runner, graphs, batch, tokens) for tokens in lengths]
+        dense_tokens = max(dense_tokens, crossover(lengths, ratios))
     return dense_tokens // schedule.page_size * schedule.page_size
 
 
-def _lengths(first: int, longest: int) -> Iterator[int]:
-    """Lengths to time, two per octave, of those at which steps are sparse."""
-    for octave in range(longest.bit_length()):
-        for tokens in (_SHORTEST << octave, (_SHORTEST << octave) * 3 // 2):
-            if first <= tokens <= longest:
-                yield tokens
+def timed_cases(
+    runner: "ModelRunner", batches: tuple[int, ...], longest: int
+) -> Iterator[tuple[int, int]]:
+    """Requests, and tokens of each up to `longest`, two lengths per octave, that fit into the pool.
+
+    The largest captured batch follows `batches`.
+    """
+    page_size = sparrow_backend(runner).schedule.page_size
+    room = runner.max_total_num_tokens - page_size
+    largest = min(runner.decode_cuda_graph_runner.max_bs, runner.req_to_token_pool.size)
+    for batch in sorted({*(batch for batch in batches if batch < largest), largest}):
+        for octave in range(longest.bit_length()):
+            for tokens in (_SHORTEST << octave, (_SHORTEST << octave) * 3 // 2):
+                if tokens <= longest and batch * (tokens + page_size) <= room:
+                    yield batch, tokens
+
+
+@contextmanager
+def requests_in_pool(runner: "ModelRunner", batch: int, tokens: int) -> Iterator[torch.Tensor]:
+    """Within, the first `batch` rows of the token table hold `tokens` distinct slots each.
+
+    Yields the rows, [batch] int64.
+    """
+    table = runner.req_to_token_pool.req_to_token
+    page_size = sparrow_backend(runner).schedule.page_size
+    stride = -(-tokens // page_size) * page_size
+    slots = torch.arange(batch * stride, dtype=table.dtype, device=table.device) + page_size
+    before = table[:batch, :tokens].clone()
+    table[:batch, :tokens] = slots.view(batch, stride)[:, :tokens]
+    try:
+        yield torch.arange(batch, device=table.device)
+    finally:
+        torch.cuda.synchronize()
+        table[:batch, :tokens] = before
 
 
 def crossover(lengths: list[int], ratios: list[float]) -> int:
@@ -115,47 +142,32 @@ def crossover(lengths: list[int], ratios: list[float]) -> int:
 
 
 def _sparse_to_dense(runner: "ModelRunner", graphs: DecodeGraphs, batch: int, tokens: int) -> float:
-    table = runner.req_to_token_pool.req_to_token
-    page_size = sparrow_backend(runner).schedule.page_size
-    stride = -(-tokens // page_size) * page_size
-    slots = torch.arange(batch * stride, dtype=table.dtype, device=table.device) + page_size
-    before = table[:batch, :tokens].clone()
-    table[:batch, :tokens] = slots.view(batch, stride)[:, :tokens]
-    try:
-        seconds = functools.partial(_seconds, graphs, _step(runner, batch, tokens))
-        return seconds(dense=False) / seconds(dense=True)
-    finally:
-        torch.cuda.synchronize()
-        table[:batch, :tokens] = before
-
-
-def _step(runner: "ModelRunner", batch: int, tokens: int) -> ForwardBatch:
-    """A decode step of requests of `tokens` tokens in the first rows of the token table."""
-    table = runner.req_to_token_pool.req_to_token
-    rows = torch.arange(batch, device=table.device)
-    lengths = torch.full((batch,), tokens, device=table.device)
-    step = ForwardBatch(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=batch,
-        input_ids=torch.zeros_like(rows),
-        req_pool_indices=rows,
-        seq_lens=lengths,
-        out_cache_loc=table[:batch, tokens - 1].long(),
-        seq_lens_sum=batch * tokens,
-        seq_lens_cpu=lengths.cpu(),
-        orig_seq_lens=lengths,
-        positions=lengths - 1,
-        spec_algorithm=runner.spec_algorithm,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-        return_hidden_states_before_norm=False,
-    )
-    runner.kv_index_translator.bind_own_plan(step)
-    return step
+    with requests_in_pool(runner, batch, tokens) as rows:
+        table = runner.req_to_token_pool.req_to_token
+        lengths = torch.full_like(rows, tokens)
+        step = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=batch,
+            input_ids=torch.zeros_like(rows),
+            req_pool_indices=rows,
+            seq_lens=lengths,
+            out_cache_loc=table[:batch, tokens - 1].long(),
+            seq_lens_sum=batch * tokens,
+            seq_lens_cpu=lengths.cpu(),
+            orig_seq_lens=lengths,
+            positions=lengths - 1,
+            spec_algorithm=runner.spec_algorithm,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        runner.kv_index_translator.bind_own_plan(step)
+        return _seconds(graphs, step, dense=False) / _seconds(graphs, step, dense=True)
 
 
 def _seconds(graphs: DecodeGraphs, step: ForwardBatch, dense: bool) -> float:
     """Least seconds of a few replays."""
-    graphs.forced = dense
+    backend = sparrow_backend(graphs.model_runner)
+    backend.forced = dense
     try:
         with graphs.model_context(), graphs.backend.replay_session():
             graphs.load_batch(step)
@@ -165,6 +177,6 @@ def _seconds(graphs: DecodeGraphs, step: ForwardBatch, dense: bool) -> float:
                 graphs.backend.replay(graphs._replay_graph_key, step)
             torch.cuda.synchronize()
     finally:
-        graphs.forced = None
+        backend.forced = None
     # The first replay warms up.
     return min(a.elapsed_time(b) for a, b in zip(events[1:], events[2:], strict=False))

@@ -23,6 +23,7 @@ from engines import (
 )
 from safetensors.torch import load_file
 from sampled_answers import SETTINGS, SampledAnswers
+from varied_drafts import vary_drafts
 
 from sparrow_sglang import set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
@@ -370,6 +371,31 @@ def test_models_that_it_does_not_serve_are_rejected(
     assert any(problem in line for line in problems)
 
 
+@pytest.fixture
+def varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    vary_drafts(monkeypatch)
+
+
+def test_the_number_of_drafts_changes_no_greedy_answer(
+    varied: None, lossless: Any, stock: Any, sharp_llama: str, schedule_file: str
+) -> None:
+    """The last test with `stock`, whose settings in this process another engine replaces."""
+    fields = {
+        "input_ids": [random_prompt(seed, length) for seed, length in enumerate((200, 90, 60, 7))],
+        "sampling_params": greedy(70),
+    }
+    expected = stock.generate(**fields)
+    arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
+    with start_engine(sharp_llama, **arguments, **DRAFTS, **POOL) as engine:
+        for with_logprobs in (False, True):
+            got = engine.generate(**fields, return_logprob=with_logprobs)
+            assert tokens_of(got) == tokens_of(expected)
+            # Fewer tokens a round than all drafts would give, more than none.
+            assert all(1 < answer["meta_info"]["spec_accept_length"] < 4 for answer in got)
+        checked = engine.tokenizer_manager.sparrow.calls["landmarks"]()
+        assert engine.loop.run_until_complete(checked)
+
+
 def test_ranks_agree(schedule_file: str, tmp_path: Path) -> None:
     """Sampled drafts of two ranks would differ, and greedy answers are those of one rank."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
@@ -411,6 +437,13 @@ def test_sampled_answers_have_the_dense_distribution(sampled: SampledAnswers) ->
     assert min(values) > 1e-4, values
 
 
+def test_the_number_of_drafts_changes_no_distribution(
+    varied: None, sampled: SampledAnswers
+) -> None:
+    values = sampled.p_values(SETTINGS, **DRAFTS)
+    assert min(values) > 1e-4, values
+
+
 def test_the_control_of_sparse_decode_has_another(sampled: SampledAnswers) -> None:
     assert sampled.p_values(SETTINGS[:1])[0] < 1e-12
 
@@ -435,7 +468,9 @@ def test_the_dense_side_allocates_for_verifications_only() -> None:
 
 def test_no_event_of_a_draft_is_left_to_the_scheduler() -> None:
     worker = LosslessWorker.__new__(LosslessWorker)
-    worker.model_runner = SimpleNamespace(decode_cuda_graph_runner="verify")
+    worker.model_runner = SimpleNamespace(
+        decode_cuda_graph_runner="verify", attn_backend=SimpleNamespace()
+    )
     worker._draft_graphs = "drafts"
     with worker._drafting():
         assert worker.model_runner.decode_cuda_graph_runner == "drafts"

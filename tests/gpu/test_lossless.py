@@ -8,6 +8,7 @@ import torch
 from engines import random_prompt, save_tiny_model, start_engine, weight_updates
 from safetensors.torch import load_file
 from sampled_answers import SETTINGS, SampledAnswers
+from varied_drafts import vary_drafts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,12 +34,27 @@ def test_the_control_of_sparse_decode_has_another(sampled: SampledAnswers) -> No
 
 
 @pytest.mark.parametrize(
-    ("dense", "graphs"),
-    [("fa3", True), ("fa3", False), ("flashinfer", True), ("triton", True)],
+    ("dense", "graphs", "varied"),
+    [
+        ("fa3", True, False),
+        ("fa3", True, True),
+        ("fa3", False, True),
+        ("flashinfer", True, True),
+        ("triton", True, True),
+    ],
 )
-def test_greedy_tokens_lead_densely(dense: str, graphs: bool, tmp_path: Path) -> None:
+def test_greedy_tokens_lead_densely(
+    dense: str,
+    graphs: bool,
+    varied: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Each token of an answer is the best one after those before it, up to rounding, and its
     log-prob is that of a dense prefill; batches of one to five, of which some have no graph."""
+    if varied:
+        vary_drafts(monkeypatch)
     model = save_tiny_model(
         tmp_path,
         spread=0.1,
@@ -73,7 +89,7 @@ def test_greedy_tokens_lead_densely(dense: str, graphs: bool, tmp_path: Path) ->
             answer
             for batch in (prompts[:1], prompts)
             for answer in engine.generate(
-                input_ids=batch, sampling_params=greedy, return_logprob=True
+                input_ids=batch, sampling_params=greedy, return_logprob=not varied
             )
         ]
         scored = engine.generate(
@@ -90,12 +106,14 @@ def test_greedy_tokens_lead_densely(dense: str, graphs: bool, tmp_path: Path) ->
         rows = dense_about["input_token_logprobs"][len(prompt) :]
         best = dense_about["input_top_logprobs"][len(prompt) :]
         assert len(rows) == 100
-        for (returned, *_), (logprob, *_), [(top, *_)] in zip(
-            about["output_token_logprobs"], rows, best, strict=True
-        ):
-            assert abs(returned - logprob) < ROUNDING
+        for (logprob, *_), [(top, *_)] in zip(rows, best, strict=True):
             assert top - logprob < ROUNDING
+        # Without log-probs, rounds without drafts are dense decode steps.
+        returned = [] if varied else about["output_token_logprobs"]
+        for (value, *_), (logprob, *_) in zip(returned, rows, strict=False):
+            assert abs(value - logprob) < ROUNDING
         assert 1 <= about["spec_accept_length"] <= 5
+    assert ("rounds draft up to 4 tokens" in capfd.readouterr().err) == graphs
 
 
 def test_released_memory_and_new_weights(tmp_path: Path) -> None:

@@ -5,9 +5,13 @@ steps at positions C to C + k - 1 draft k tokens, then one dense pass over the b
 drafts, at positions C to C + k, replaces the KV that they wrote. So committed KV is always dense.
 """
 
+import copy
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +28,19 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sparrow_sglang.attention_backends.backend import sparrow_backend
+from sparrow_sglang.plugin.dense_steps import DecodeGraphs, requests_in_pool, timed_cases
 from sparrow_sglang.plugin.lossless import acceptance
 from sparrow_sglang.plugin.lossless.algorithm import RoundState
+from sparrow_sglang.plugin.lossless.pace import CostTable, Pace
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+_RUNS = 4
 
 
 def _verify_input(width: int, positions: torch.Tensor) -> DFlashVerifyInput:
@@ -41,6 +51,17 @@ def _verify_input(width: int, positions: torch.Tensor) -> DFlashVerifyInput:
         draft_token_num=width,
         capture_hidden_mode=CaptureHiddenMode.NULL,
     )
+
+
+def _wall_seconds(run: Callable[[], None]) -> float:
+    """Mean of a few runs in sequence, after one that warms up."""
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(_RUNS):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / _RUNS
 
 
 class VerifyGraphs(DecodeCudaGraphRunner):
@@ -70,6 +91,7 @@ class LosslessWorker(BaseSpecWorker):
         self.speculative_num_steps = self.speculative_num_draft_tokens - 1
         self.topk = 1
         self._draft_graphs: Any = None
+        self._pace = Pace(self.speculative_num_steps)
         is_first = get_parallel().tp_rank == 0
         counts = server_args.enable_metrics and is_first
         self._counters = acceptance.DraftCounters() if counts else None
@@ -86,19 +108,87 @@ class LosslessWorker(BaseSpecWorker):
         return getattr(self._target_worker, name)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
+        self._pace.observe(num_correct_drafts_per_req)
         if self._counters is not None:
             self._counters.publish()
 
     def init_cuda_graphs(self) -> None:
-        """Capture the draft steps; SGLang has captured the verifications, unless graphs are off."""
+        """Capture draft and dense steps; SGLang has captured verifications, if graphs are on."""
         runner = self.model_runner
         if runner.decode_cuda_graph_runner is None:
             return
         algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
         try:
-            self._draft_graphs = DecodeCudaGraphRunner(runner)
+            self._draft_graphs = DecodeGraphs(runner)
         finally:
             runner.spec_algorithm = algorithm
+
+    def measure(self) -> None:
+        """Time the steps of a round over the empty KV pool, so that rounds draft what pays."""
+        if self._draft_graphs is None:
+            return
+        longest = self.model_runner.model_config.context_len - self.speculative_num_draft_tokens
+        cases = list(timed_cases(self.model_runner, (1, 4, 16, 64), longest))
+        if not cases:
+            return
+        most = self.speculative_num_steps
+        for count in range(1, most):
+            # Compiles the kernels for it.
+            self._seconds(*cases[0], count)
+        seconds = torch.tensor(
+            [self._seconds(*case, most) for case in cases], dtype=torch.float64, device=self.device
+        )
+        costs = self._of_first_rank(seconds).tolist()
+        self._pace.costs = CostTable(
+            [(*case, *row) for case, row in zip(cases, costs, strict=True)]
+        )
+        if get_parallel().tp_rank == 0:
+            announce(self._pace.costs.summary(most))
+
+    def _seconds(self, batch_size: int, tokens: int, count: int) -> list[float]:
+        """`Costs` with `count` drafts, with their sampling and the work of the host."""
+        runner, width = self.model_runner, self.speculative_num_draft_tokens
+        with requests_in_pool(runner, batch_size, tokens + width) as rows:
+            committed = torch.full_like(rows, tokens)
+            needs_lengths = sparrow_backend(runner).needs_cpu_seq_lens
+            batch: Any = SimpleNamespace(
+                req_pool_indices=rows,
+                spec_algorithm=runner.spec_algorithm,
+                seq_lens_cpu=committed.cpu() if needs_lengths else None,
+            )
+            positions = committed[:, None] + self._positions
+            slots = runner.req_to_token_pool.req_to_token[rows[:, None], positions].long()
+            step = next(self._draft_steps(batch, committed, positions, slots))
+            step.input_ids = torch.zeros_like(rows)
+            info: Any = SimpleNamespace(
+                temperatures=torch.ones(batch_size, 1, device=self.device),
+                top_ks=torch.full_like(rows, 1 << 30, dtype=torch.int32),
+                is_all_greedy=False,
+                is_any_greedy=False,
+                need_top_k_sampling=False,
+                need_top_p_sampling=False,
+                need_min_p_sampling=False,
+            )
+            vocabulary = runner.model_config.vocab_size
+            drafts = acceptance.Drafts(step.input_ids, width - 1, vocabulary, info)
+            verification = self._verification(batch, committed, positions, slots, drafts.tokens.T)
+
+            def run(forward_batch: ForwardBatch, verified: int | None) -> None:
+                """Sample a draft, or verify so many."""
+                result = self._forward(copy.copy(forward_batch))
+                logits = result.logits_output.next_token_logits
+                drafts.count = verified or 0
+                if verified is None:
+                    drafts.sample(logits)
+                else:
+                    drafts.verify(logits.unflatten(0, (batch_size, -1)))
+
+            with self._drafting(dense=False):
+                draft = _wall_seconds(lambda: run(step, None))
+            drafts.ids[:], drafts.q[:] = drafts.ids[:, :1].clone(), drafts.q[:, :1].clone()
+            with self._drafting(dense=True):
+                dense = _wall_seconds(lambda: run(step, 0))
+            return [draft, _wall_seconds(lambda: run(verification, count)), dense]
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
@@ -123,8 +213,11 @@ class LosslessWorker(BaseSpecWorker):
         tokens = batch.spec_info.bonus_tokens.reshape(-1).long()
         vocabulary = self.model_runner.model_config.vocab_size
         drafts = acceptance.Drafts(tokens, self.speculative_num_steps, vocabulary, info)
+        lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
+        count = self._pace.next_round(len(lengths), sum(lengths) / len(lengths))
+        steps = self._draft_steps(batch, committed, positions, slots)
         with self._drafting():
-            for step in self._draft_steps(batch, committed, positions, slots):
+            for step in islice(steps, count):
                 step.input_ids = tokens
                 result = self._forward(step)
                 # The next replay overwrites the logits.
@@ -132,17 +225,17 @@ class LosslessWorker(BaseSpecWorker):
                 # In place, so that all ranks verify the same drafts.
                 self._of_first_rank(tokens)
         to_verify = drafts.tokens.T.contiguous()
-        verify = self._forward_batch(batch, ForwardMode.TARGET_VERIFY, committed)
-        verify.input_ids = to_verify.reshape(-1)
-        verify.positions, verify.out_cache_loc = positions.reshape(-1), slots.reshape(-1)
-        verify.spec_info = _verify_input(width, verify.positions)
-        if batch.seq_lens_cpu is not None:
-            # FlashInfer plans by the lengths with, and the sum without the tokens to verify.
-            verify.seq_lens_cpu = batch.seq_lens_cpu + width
-            verify.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        verified = self._forward(verify)
+        # SGLang reads the log-probs of a round from as many rows as a verification has.
+        if count or batch.return_logprob:
+            verify = self._verification(batch, committed, positions, slots, to_verify)
+            verified = self._forward(verify)
+        else:
+            step = next(steps)
+            step.input_ids = tokens
+            with self._drafting(dense=True):
+                verified = self._forward(step)
         logits_output = verified.logits_output
-        logits = logits_output.next_token_logits.view(len(committed), width, -1)
+        logits = logits_output.next_token_logits.unflatten(0, (len(committed), -1))
         outcome = drafts.verify(logits)
         if self._counters is not None:
             self._counters.add(outcome)
@@ -185,6 +278,25 @@ class LosslessWorker(BaseSpecWorker):
             return_hidden_states_before_norm=False,
         )
 
+    def _verification(
+        self,
+        batch: "ScheduleBatch",
+        committed: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> ForwardBatch:
+        width = self.speculative_num_draft_tokens
+        verify = self._forward_batch(batch, ForwardMode.TARGET_VERIFY, committed)
+        verify.input_ids = tokens.reshape(-1)
+        verify.positions, verify.out_cache_loc = positions.reshape(-1), slots.reshape(-1)
+        verify.spec_info = _verify_input(width, verify.positions)
+        if batch.seq_lens_cpu is not None:
+            # FlashInfer plans by the lengths with, and the sum without the tokens to verify.
+            verify.seq_lens_cpu = batch.seq_lens_cpu + width
+            verify.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        return verify
+
     def _draft_steps(
         self,
         batch: "ScheduleBatch",
@@ -211,15 +323,18 @@ class LosslessWorker(BaseSpecWorker):
         )
 
     @contextmanager
-    def _drafting(self) -> Iterator[None]:
-        """Within, passes replay the graphs of drafts."""
+    def _drafting(self, dense: bool | None = None) -> Iterator[None]:
+        """Within, passes replay the graphs of drafts; `dense` is `SparrowAttnBackend.forced`."""
         runner = self.model_runner
+        backend = sparrow_backend(runner)
+        backend.forced = dense
         verify_graphs = runner.decode_cuda_graph_runner
         runner.decode_cuda_graph_runner = self._draft_graphs
         try:
             yield
         finally:
             runner.decode_cuda_graph_runner = verify_graphs
+            backend.forced = None
             # A verification without a graph sets no event of its own. With that of the last draft
             # the scheduler would change the token table while the verification reads it.
             runner.shared_read_done_event = None
