@@ -40,7 +40,7 @@ def test_decode_is_dense_up_to_where_no_longer_sparse_step_is_slower(
 
 def test_a_step_is_dense_only_where_every_request_reads_everything() -> None:
     budgets = BudgetTable(FIXED.dense_below(DENSE_TOKENS), 4, 8, "cpu")
-    backend = SimpleNamespace(budgets=budgets)
+    backend = SimpleNamespace(budgets=budgets, forced=None)
     graphs = object.__new__(dense_steps.DecodeGraphs)
     graphs._sparrow = backend
 

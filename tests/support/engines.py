@@ -29,6 +29,7 @@ from packaging.version import Version
 from pools import chosen_pairs
 from ports import free_port
 
+from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 from sparrow_sglang.sglang_install import installed_version
@@ -128,8 +129,11 @@ class EngineDied(RuntimeError):
 
 
 @contextmanager
-def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
+def start_engine(model_path: str, *, measured: bool = False, **server_args: Any) -> Iterator[Any]:
     """A running `sglang.Engine`; several may run at once.
+
+    Unless `measured`, the speed of this machine does not decide which steps are dense, nor how many
+    tokens a round drafts.
 
     It takes token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang
     unchanged and override the defaults below.
@@ -152,6 +156,8 @@ def start_engine(model_path: str, **server_args: Any) -> Iterator[Any]:
     try:
         with _zmq_contexts_into(contexts):
             engine = engine_module.Engine(**(defaults | server_args))
+        if (state := server_state(engine.tokenizer_manager)) is not None:
+            state.measures_dense &= measured
         yield engine
     finally:
         own = _children() - before
