@@ -37,6 +37,7 @@ from sparrow_sglang.benchmarks.common import (
     require_cuda,
     tokens_per_round,
 )
+from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
 from sparrow_sglang.environment import exported
@@ -46,6 +47,7 @@ from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
+from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -274,6 +276,12 @@ def measure(
     forced = exported(FORCED_ACCEPTANCE, "1") if drafts else nullcontext()
     with forced, sglang.Engine(**defaults | given) as engine:
         served = backend_of(engine) if backend == STOCK else backend
+        if drafts:
+            # Time rounds of that many drafts, also where fewer would be faster.
+            require_server_state(engine.tokenizer_manager).measures_dense = False
+        elif schedule is not None:
+            # With the lengths up to which the engine decodes densely.
+            schedule = get_schedule(engine)
         pool = engine.get_server_info()["max_total_num_tokens"]
         for case in options.cases:
             lengths = batch_lengths(case)
@@ -287,6 +295,7 @@ def measure(
                 "model": model,
                 "backend": served,
                 "schedule": schedule_name,
+                "dense_tokens": 0 if schedule is None else schedule.dense_tokens,
                 "case": case,
                 "tp": options.tp,
                 "ep": options.ep,
