@@ -94,6 +94,11 @@ def test_a_request_goes_from_dense_to_sparse_steps(
             return answer["output_ids"], answer["meta_info"]["sparrow"]
 
         ids, usage = generate()
+        # KV of an answer that was dense to its end is another request's prefix, with its landmarks.
+        short = {"temperature": 0, "max_new_tokens": 60}
+        answered = engine.generate(input_ids=prompt, sampling_params=short)["output_ids"]
+        turn = engine.generate(input_ids=prompt + answered, sampling_params=short)
+        assert turn["meta_info"]["cached_tokens"] >= 80
         connect(engine).call_sparrow("landmarks")
         dense_ids, _ = generate(dense=True)
         as_dense = DENSE_TOKENS - len(prompt) + 1

@@ -60,7 +60,7 @@ class CostTable:
             start = f"from {int(paying[0]):,} tokens on" if paying else "at no length"
             starts.append(f"{start} ({batch})")
         return (
-            f"rounds draft up to {most} tokens, by their measured acceptance; at {_TYPICAL} they do"
+            f"rounds draft up to {most} tokens where that pays: at an acceptance of {_TYPICAL}"
             f" {', '.join(starts)}, by batch size"
         )
 
