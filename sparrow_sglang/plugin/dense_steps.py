@@ -82,32 +82,30 @@ def measure_dense_tokens(runner: "ModelRunner") -> int:
     ):
         return 0
     schedule = sparrow_backend(runner).schedule
-    by_batch: dict[int, list[int]] = {}
-    for batch, tokens in timed_cases(runner, (1, 16), model.context_len):
-        if tokens >= schedule.first_sparse_length():
-            by_batch.setdefault(batch, []).append(tokens)
-    dense_tokens = 0
-    for batch, lengths in by_batch.items():
-        ratios = [_sparse_to_dense(runner, graphs, batch, tokens) for tokens in lengths]
-        dense_tokens = max(dense_tokens, crossover(lengths, ratios))
-    return dense_tokens // schedule.page_size * schedule.page_size
+    # A loss at small batches is of a few percent, the gain at large ones a multiple.
+    batch = min(16, largest_batch(runner))
+    lengths = [
+        tokens
+        for tokens in timed_lengths(runner, batch, model.context_len)
+        if tokens >= schedule.first_sparse_length()
+    ]
+    ratios = [_sparse_to_dense(runner, graphs, batch, tokens) for tokens in lengths]
+    return crossover(lengths, ratios) // schedule.page_size * schedule.page_size
 
 
-def timed_cases(
-    runner: "ModelRunner", batches: tuple[int, ...], longest: int
-) -> Iterator[tuple[int, int]]:
-    """Requests, and tokens of each up to `longest`, two lengths per octave, that fit into the pool.
+def largest_batch(runner: "ModelRunner") -> int:
+    """Requests of the largest step that is captured and admitted."""
+    return min(runner.decode_cuda_graph_runner.max_bs, runner.req_to_token_pool.size)
 
-    The largest captured batch follows `batches`.
-    """
+
+def timed_lengths(runner: "ModelRunner", batch: int, longest: int) -> Iterator[int]:
+    """Two lengths per octave up to `longest` of which `batch` requests fit into the KV pool."""
     page_size = sparrow_backend(runner).schedule.page_size
     room = runner.max_total_num_tokens - page_size
-    largest = min(runner.decode_cuda_graph_runner.max_bs, runner.req_to_token_pool.size)
-    for batch in sorted({*(batch for batch in batches if batch < largest), largest}):
-        for octave in range(longest.bit_length()):
-            for tokens in (_SHORTEST << octave, (_SHORTEST << octave) * 3 // 2):
-                if tokens <= longest and batch * (tokens + page_size) <= room:
-                    yield batch, tokens
+    for octave in range(longest.bit_length()):
+        for tokens in (_SHORTEST << octave, (_SHORTEST << octave) * 3 // 2):
+            if tokens <= longest and batch * (tokens + page_size) <= room:
+                yield tokens
 
 
 @contextmanager
@@ -132,13 +130,12 @@ def requests_in_pool(runner: "ModelRunner", batch: int, tokens: int) -> Iterator
 def crossover(lengths: list[int], ratios: list[float]) -> int:
     """The length up to which the ratio of sparse to dense seconds exceeds `TOLERANCE`, or 0.
 
-    Halfway between the last of the ascending `lengths` where it does and the next, if there is one.
+    Halfway between the first of the ascending `lengths` where it does not and the one before.
     """
-    slower = [index for index, ratio in enumerate(ratios) if ratio > TOLERANCE]
-    if not slower:
-        return 0
-    last, following = lengths[slower[-1]], lengths[slower[-1] + 1 : slower[-1] + 2]
-    return (last + (following or [last])[0]) // 2
+    for index, ratio in enumerate(ratios):
+        if ratio <= TOLERANCE:
+            return (lengths[index - 1] + lengths[index]) // 2 if index else 0
+    return lengths[-1] if lengths else 0
 
 
 def _sparse_to_dense(runner: "ModelRunner", graphs: DecodeGraphs, batch: int, tokens: int) -> float:

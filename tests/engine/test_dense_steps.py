@@ -26,12 +26,13 @@ FIXED = BudgetSchedule.fixed(64)
     [
         ([1.0, 0.9, 0.8], 0),
         ([1.2, 1.019, 0.8], 1280),
-        # A sparse step that is slower again counts, and so does one at the longest length.
-        ([1.2, 0.9, 1.1], 2048),
+        # Beyond the first sparse step that is not slower, a slower one is noise.
+        ([1.2, 0.9, 1.1], 1280),
+        ([1.2, 1.1, 1.1], 2048),
         ([], 0),
     ],
 )
-def test_decode_is_dense_up_to_where_no_longer_sparse_step_is_slower(
+def test_decode_is_dense_up_to_the_first_sparse_step_that_is_not_slower(
     ratios: list[float], expected: int
 ) -> None:
     lengths = [1024, 1536, 2048][: len(ratios)]

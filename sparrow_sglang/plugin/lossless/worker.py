@@ -29,7 +29,12 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin.dense_steps import DecodeGraphs, requests_in_pool, timed_cases
+from sparrow_sglang.plugin.dense_steps import (
+    DecodeGraphs,
+    largest_batch,
+    requests_in_pool,
+    timed_lengths,
+)
 from sparrow_sglang.plugin.lossless import acceptance
 from sparrow_sglang.plugin.lossless.algorithm import RoundState
 from sparrow_sglang.plugin.lossless.pace import CostTable, Pace
@@ -128,7 +133,13 @@ class LosslessWorker(BaseSpecWorker):
         if self._draft_graphs is None:
             return
         longest = self.model_runner.model_config.context_len - self.speculative_num_draft_tokens
-        cases = list(timed_cases(self.model_runner, (1, 4, 16, 64), longest))
+        largest = largest_batch(self.model_runner)
+        batches = sorted({*(batch for batch in (1, 4, 16, 64) if batch < largest), largest})
+        cases = [
+            (batch, tokens)
+            for batch in batches
+            for tokens in timed_lengths(self.model_runner, batch, longest)
+        ]
         if not cases:
             return
         most = self.speculative_num_steps
