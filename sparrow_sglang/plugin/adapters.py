@@ -80,6 +80,8 @@ async def load_adapter(
         ControlError: LoRA is off, an argument does not fit this server, or requests are paused; the
             adapter of that name is unchanged. Or SGLang refused.
     """
+    if require_server_state(manager).lossless:
+        raise ControlError("lossless decoding applies no adapter: merge it into the weights")
     if not resolved(manager.server_args).enable_lora:
         raise ControlError("LoRA is off: start the server with --enable-lora")
     if manager.server_args.dp_size > 1 and not manager.server_args.enable_dp_attention:

@@ -55,7 +55,7 @@ logger = logging.getLogger("sparrow_sglang")
 
 _CALL = "schedule"
 _CHECK = "landmarks"
-_DENSE = "dense_tokens"
+_MEASURE = "measure"
 _PAIRS = "pairs"
 
 
@@ -98,7 +98,7 @@ async def measured(manager: "TokenizerManager") -> None:
 async def _measure_all(manager: "TokenizerManager") -> None:
     state = require_server_state(manager)
     try:
-        held = await call_schedulers(manager, _DENSE, {})
+        held = await call_schedulers(manager, _MEASURE, {})
         tokens = max(answer["tokens"] for answer in held.values())
         if tokens:
             new = state.first.dense_below(tokens)
@@ -107,10 +107,10 @@ async def _measure_all(manager: "TokenizerManager") -> None:
             state.switch(new)
             announce(f"decode is dense up to {tokens:,} tokens, where sparse steps are slower")
     except ControlError as error:
-        logger.warning("decode stays sparse at all lengths: %s", error)
+        logger.warning("decode steps were not timed: %s", error)
 
 
-@scheduler_rpc(_DENSE)
+@scheduler_rpc(_MEASURE)
 def _measure(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     if require_scheduler_state().lossless:
         scheduler.model_worker.measure()
@@ -161,6 +161,8 @@ async def schedule(
         await _switch_all(manager, previous, new)
         state.switch(new)
         report_config(manager, **{FIELD: new.name})
+        if state.lossless and state.measures_dense and not state.released:
+            await _measure_all(manager)
     return _answer(new, previous, hf_config)
 
 

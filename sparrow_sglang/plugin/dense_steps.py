@@ -8,6 +8,7 @@ the schedule, as ever.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,12 +23,13 @@ from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.hf_config import partial_layers
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 TOLERANCE = 1.02
 """A sparse step is slower from this many times the dense one's seconds on."""
 _SHORTEST = 1024
-_REPLAYS = 4
+_RUNS = 4
 _DENSE, _SPARSE = "sparrow_dense", "sparrow_sparse"
 
 
@@ -69,7 +71,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
 def measure_dense_tokens(runner: "ModelRunner") -> int:
     """Up to which length sparse steps are slower than dense ones, in whole pages; 0 if nowhere.
 
-    Replays both variants over the empty KV pool, so no request may run.
+    No request may run.
     """
     graphs, model = runner.decode_cuda_graph_runner, runner.model_config
     if (
@@ -89,7 +91,7 @@ def measure_dense_tokens(runner: "ModelRunner") -> int:
         for tokens in timed_lengths(runner, batch, model.context_len)
         if tokens >= schedule.first_sparse_length()
     ]
-    ratios = [_sparse_to_dense(runner, graphs, batch, tokens) for tokens in lengths]
+    ratios = [_sparse_to_dense(runner, batch, tokens) for tokens in lengths]
     return crossover(lengths, ratios) // schedule.page_size * schedule.page_size
 
 
@@ -100,31 +102,86 @@ def largest_batch(runner: "ModelRunner") -> int:
 
 def timed_lengths(runner: "ModelRunner", batch: int, longest: int) -> Iterator[int]:
     """Two lengths per octave up to `longest` of which `batch` requests fit into the KV pool."""
-    page_size = sparrow_backend(runner).schedule.page_size
-    room = runner.max_total_num_tokens - page_size
     for octave in range(longest.bit_length()):
         for tokens in (_SHORTEST << octave, (_SHORTEST << octave) * 3 // 2):
-            if tokens <= longest and batch * (tokens + page_size) <= room:
+            if tokens <= longest and batch * tokens <= runner.max_total_num_tokens:
                 yield tokens
 
 
 @contextmanager
-def requests_in_pool(runner: "ModelRunner", batch: int, tokens: int) -> Iterator[torch.Tensor]:
-    """Within, the first `batch` rows of the token table hold `tokens` distinct slots each.
+def requests_in_pool(
+    runner: "ModelRunner", batch: int, tokens: int, new: int
+) -> Iterator[torch.Tensor]:
+    """Within, the first `batch` rows of the token table hold `tokens` distinct slots each, and the
+    slot of padding for `new` tokens after them, so that passes over these leave the pool as it is.
 
-    Yields the rows, [batch] int64.
+    `tokens` is one of `timed_lengths`, a multiple of the page size. Yields the rows, [batch] int64.
     """
-    table = runner.req_to_token_pool.req_to_token
-    page_size = sparrow_backend(runner).schedule.page_size
-    stride = -(-tokens // page_size) * page_size
-    slots = torch.arange(batch * stride, dtype=table.dtype, device=table.device) + page_size
-    before = table[:batch, :tokens].clone()
-    table[:batch, :tokens] = slots.view(batch, stride)[:, :tokens]
+    rows = runner.req_to_token_pool.req_to_token[:batch, : tokens + new]
+    before = rows.clone()
+    slots = torch.arange(batch * tokens, dtype=rows.dtype, device=rows.device)
+    rows[:, :tokens] = slots.view(batch, tokens) + sparrow_backend(runner).schedule.page_size
+    rows[:, tokens:] = 0
     try:
-        yield torch.arange(batch, device=table.device)
+        yield torch.arange(batch, device=rows.device)
     finally:
         torch.cuda.synchronize()
-        table[:batch, :tokens] = before
+        rows[:] = before
+
+
+def least_seconds(run: Callable[[], object]) -> float:
+    """Of a few runs, by the device's clock, after one that warms up."""
+    run()
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_RUNS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return min(start.elapsed_time(end) for start, end in pairwise(events)) / 1000
+
+
+def run_pass(
+    runner: "ModelRunner",
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    lengths_cpu: torch.Tensor | None,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    verified: "DFlashVerifyInput | None" = None,
+) -> "ModelRunnerOutput":
+    """Run a decode step, or a verification, without sampling.
+
+    Args:
+        rows: [B], of the token table.
+        lengths: [B], those of the requests with the new token, or without those to verify.
+        lengths_cpu: the same on the host, unless the dense side needs none there.
+        tokens, positions, slots: [B], or [B * width], of the new tokens.
+    """
+    forward_batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE if verified is None else ForwardMode.TARGET_VERIFY,
+        batch_size=len(rows),
+        input_ids=tokens,
+        req_pool_indices=rows,
+        seq_lens=lengths,
+        out_cache_loc=slots,
+        seq_lens_sum=None,
+        orig_seq_lens=lengths,
+        positions=positions,
+        spec_algorithm=runner.spec_algorithm,
+        spec_info=verified,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        return_hidden_states_before_norm=False,
+    )
+    if lengths_cpu is not None:
+        # FlashInfer plans a verification by lengths with, and the sum without its tokens.
+        forward_batch.seq_lens_sum = int(lengths_cpu.sum())
+        width = 0 if verified is None else verified.draft_token_num
+        forward_batch.seq_lens_cpu = lengths_cpu + width
+    runner.kv_index_translator.bind_own_plan(forward_batch)
+    return runner.forward(forward_batch)
 
 
 def crossover(lengths: list[int], ratios: list[float]) -> int:
@@ -138,42 +195,18 @@ def crossover(lengths: list[int], ratios: list[float]) -> int:
     return lengths[-1] if lengths else 0
 
 
-def _sparse_to_dense(runner: "ModelRunner", graphs: DecodeGraphs, batch: int, tokens: int) -> float:
-    with requests_in_pool(runner, batch, tokens) as rows:
-        table = runner.req_to_token_pool.req_to_token
-        lengths = torch.full_like(rows, tokens)
-        step = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=batch,
-            input_ids=torch.zeros_like(rows),
-            req_pool_indices=rows,
-            seq_lens=lengths,
-            out_cache_loc=table[:batch, tokens - 1].long(),
-            seq_lens_sum=batch * tokens,
-            seq_lens_cpu=lengths.cpu(),
-            orig_seq_lens=lengths,
-            positions=lengths - 1,
-            spec_algorithm=runner.spec_algorithm,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            return_hidden_states_before_norm=False,
-        )
-        runner.kv_index_translator.bind_own_plan(step)
-        return _seconds(graphs, step, dense=False) / _seconds(graphs, step, dense=True)
+def _sparse_to_dense(runner: "ModelRunner", batch: int, tokens: int) -> float:
+    backend = sparrow_backend(runner)
+    with requests_in_pool(runner, batch, tokens, 1) as rows:
+        zeros, positions = torch.zeros_like(rows), torch.full_like(rows, tokens)
+        lengths = positions + 1
+        step = rows, lengths, lengths.cpu(), zeros, positions, zeros
 
+        def seconds(dense: bool) -> float:
+            backend.forced = dense
+            try:
+                return least_seconds(lambda: run_pass(runner, *step))
+            finally:
+                backend.forced = None
 
-def _seconds(graphs: DecodeGraphs, step: ForwardBatch, dense: bool) -> float:
-    """Least seconds of a few replays."""
-    backend = sparrow_backend(graphs.model_runner)
-    backend.forced = dense
-    try:
-        with graphs.model_context(), graphs.backend.replay_session():
-            graphs.load_batch(step)
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 2)]
-            for event in events:
-                event.record()
-                graphs.backend.replay(graphs._replay_graph_key, step)
-            torch.cuda.synchronize()
-    finally:
-        backend.forced = None
-    # The first replay warms up.
-    return min(a.elapsed_time(b) for a, b in zip(events[1:], events[2:], strict=False))
+        return seconds(dense=False) / seconds(dense=True)

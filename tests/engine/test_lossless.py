@@ -25,8 +25,9 @@ from safetensors.torch import load_file
 from sampled_answers import SETTINGS, SampledAnswers
 from varied_drafts import vary_drafts
 
-from sparrow_sglang import set_schedule
-from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+from sparrow_sglang import push_adapter, set_schedule
+from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
+from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.refusals import UnsupportedError
@@ -51,6 +52,16 @@ def require_whole_pool(scheduler: Any) -> None:
     assert free == scheduler.max_total_num_tokens
 
 
+def measure(worker: Any) -> None:
+    worker.measured = sparrow_backend(worker.model_runner).schedule
+
+
+def require_measured(scheduler: Any) -> None:
+    """Runs in the scheduler."""
+    worker = scheduler.model_worker
+    assert worker.measured == sparrow_backend(worker.model_runner).schedule
+
+
 @pytest.fixture(scope="module")
 def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
     from sglang.srt.managers.scheduler import Scheduler
@@ -58,6 +69,8 @@ def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         # The schedulers are forked from this process.
         patch.setattr(Scheduler, "require_whole_pool", require_whole_pool, raising=False)
+        patch.setattr(Scheduler, "require_measured", require_measured, raising=False)
+        patch.setattr(LosslessWorker, "measure", measure)
         arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
         with start_engine(sharp_llama, **arguments, **DRAFTS, **POOL) as engine:
             yield engine
@@ -207,10 +220,15 @@ def test_an_answer_goes_on_after_a_pause(lossless: Any, stock: Any, mode: str) -
     assert lossless.loop.run_until_complete(paused()) == expected
 
 
-def test_drafts_follow_another_schedule(lossless: Any, stock: Any) -> None:
+def test_drafts_follow_another_schedule(
+    lossless: Any, stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rounds are timed anew."""
+    monkeypatch.setattr(lossless.tokenizer_manager.sparrow, "measures_dense", True)
     fields = {"input_ids": random_prompt(48, 200), "sampling_params": greedy(50)}
     expected = stock.generate(**fields)["output_ids"]
     before = set_schedule(lossless, "fixed-128")
+    lossless.collective_rpc("require_measured")
     assert lossless.generate(**fields)["output_ids"] == expected
     set_schedule(lossless, before)
 
@@ -323,6 +341,11 @@ def test_requests_that_a_round_cannot_honour_are_rejected(
         lossless.generate(input_ids=random_prompt(60, 20), sampling_params=greedy(4, **parameters))
 
 
+def test_adapters_are_to_be_merged(lossless: Any, tmp_path: Path) -> None:
+    with pytest.raises(EndpointError, match="merge"):
+        push_adapter(lossless, "adapter", {"lora_A": torch.zeros(1, 1)}, {"r": 1})
+
+
 @pytest.mark.parametrize(
     ("field", "arguments"),
     [
@@ -383,13 +406,21 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
     fields = {
         "input_ids": [random_prompt(seed, length) for seed, length in enumerate((200, 90, 60, 7))],
         "sampling_params": greedy(70),
+        "return_logprob": True,
     }
     expected = stock.generate(**fields)
     arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
     with start_engine(sharp_llama, **arguments, **DRAFTS, **POOL) as engine:
         for with_logprobs in (False, True):
-            got = engine.generate(**fields, return_logprob=with_logprobs)
+            got = engine.generate(**fields | {"return_logprob": with_logprobs})
             assert tokens_of(got) == tokens_of(expected)
+            for one, other in zip(got, expected, strict=True):
+                logprobs = one["meta_info"].get("output_token_logprobs", [])
+                np.testing.assert_allclose(
+                    [p for p, *_ in logprobs],
+                    [p for p, *_ in other["meta_info"]["output_token_logprobs"]][: len(logprobs)],
+                    atol=FP32,
+                )
             # Fewer tokens a round than all drafts would give, more than none.
             assert all(1 < answer["meta_info"]["spec_accept_length"] < 4 for answer in got)
         checked = engine.tokenizer_manager.sparrow.calls["landmarks"]()

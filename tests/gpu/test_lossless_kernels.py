@@ -141,7 +141,6 @@ def test_a_round(
     )
     assert torch.equal(outcome.accepted, expected.accepted)
     assert torch.equal(outcome.bonus, expected.bonus)
-    torch.testing.assert_close(outcome.rates, expected.rates, rtol=1e-5, atol=1e-5)
 
 
 def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: str) -> None:
@@ -183,7 +182,7 @@ def test_first_tokens_follow_the_dense_distribution(device: str) -> None:
     tokens = drafts.sample(sparse.expand(count, -1))
     outcome = drafts.verify(dense.expand(count, 2, -1))
     exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))
-    first = outcome.output(drafts.tokens[1:].T)[:, 0]
+    first = outcome.output(drafts.tokens.T)[:, 0]
     assert p_value(first.tolist(), exact) > 1e-4
     # The control: drafts do not follow it.
     assert p_value(tokens.tolist(), exact) < 1e-9

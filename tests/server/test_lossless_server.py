@@ -59,15 +59,15 @@ def test_answers_are_those_of_a_stock_server(served: tuple[str, str]) -> None:
 
 
 def test_drafts_are_counted(served: tuple[str, str]) -> None:
-    """The ratio of the counters is a mean acceptance rate."""
+    """The ratio of the counters estimates the mean acceptance rate."""
     answer(served[0])
     lines = httpx.get(f"{served[0]}/metrics").text.splitlines()
-    drafts, rates = (
+    drafts, accepted = (
         sum(float(line.split()[-1]) for line in lines if line.startswith(f"sparrow:{counter}"))
-        for counter in ("drafts_total", "draft_acceptance_total")
+        for counter in ("drafts_total", "accepted_drafts_total")
     )
     assert drafts > 0
-    assert 0 < rates / drafts < 1
+    assert 0 < accepted / drafts < 1
 
 
 def test_what_a_round_cannot_honour_is_a_bad_request(served: tuple[str, str]) -> None:

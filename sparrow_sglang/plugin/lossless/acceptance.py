@@ -8,7 +8,6 @@ the same in a few kernels. Nothing here waits for the device.
 B is the number of requests, k that of drafts, V the vocabulary, G the groups of candidates.
 """
 
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,9 +19,6 @@ MAX_GROUPS = 4096
 """Token i is in group i mod G, with G at most this, and q is restricted to the likeliest token of
 each group. Ids in sequence, such as those of digits, are in different groups."""
 
-_MAX_IN_FLIGHT = 8
-"""Rounds whose counts may be on their way to the host."""
-
 
 class Outcome(NamedTuple):
     """What a verification accepts.
@@ -30,22 +26,22 @@ class Outcome(NamedTuple):
     Attributes:
         accepted: [B] int64, drafts accepted of each request.
         bonus: [B] int64, the token after them.
-        rates: [B, k] fp32, probability that draft j is accepted, given those before it.
     """
 
     accepted: torch.Tensor
     bonus: torch.Tensor
-    rates: torch.Tensor
 
-    def forced(self, rate: float) -> "Outcome":
+    def forced(self, rate: float, drafts: int) -> "Outcome":
         """As if each draft had been accepted with probability `rate`, for benchmarks."""
-        chance = torch.rand_like(self.rates)
+        chance = torch.rand(len(self.bonus), drafts, device=self.bonus.device)
         return self._replace(accepted=(chance < rate).long().cumprod(1).sum(1))
 
-    def output(self, drafts: torch.Tensor) -> torch.Tensor:
-        """[B, k + 1]: accepted drafts, the bonus token, then tokens to ignore."""
-        padded = torch.cat([drafts, drafts[:, :1]], dim=1)
-        return padded.scatter_(1, self.accepted[:, None], self.bonus[:, None])
+    def output(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, rows] of verified `tokens` [B, rows], of which the first is the latest token.
+
+        Accepted drafts, the bonus token, then tokens to ignore.
+        """
+        return tokens.roll(-1, 1).scatter_(1, self.accepted[:, None], self.bonus[:, None])
 
 
 def _kernels_for(logits: torch.Tensor) -> Any:
@@ -214,30 +210,4 @@ def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Te
     residual = p_next.scatter_add(1, removed_ids, -removed).clamp(min=0)
     # Where p = q up to rounding, a rejection has no residual. Elsewhere 1e-20 changes nothing.
     residual += 1e-20 * p_next
-    rates = torch.minimum(q, p[:, :k].gather(2, ids)).sum(2)
-    return Outcome(accepted, sample(residual), rates)
-
-
-class DraftCounters:
-    """On /metrics: drafts whose predecessors were accepted, and the sum of their rates."""
-
-    def __init__(self) -> None:
-        from prometheus_client import Counter
-
-        self._drafts = Counter("sparrow:drafts", "Drafts whose predecessors were accepted")
-        self._rates = Counter("sparrow:draft_acceptance", "Sum of the acceptance rates of drafts")
-        self._in_flight: deque[torch.Tensor] = deque(maxlen=_MAX_IN_FLIGHT)
-
-    def add(self, outcome: Outcome) -> None:
-        """Start copying a round's sums to the host."""
-        position = torch.arange(outcome.rates.shape[1], device=outcome.rates.device)
-        known = position <= outcome.accepted[:, None]
-        sums = torch.stack([known.sum(), (outcome.rates * known).sum()])
-        self._in_flight.append(sums.to("cpu", non_blocking=True))
-
-    def publish(self) -> None:
-        """Count the oldest round; its results have arrived on the host."""
-        if self._in_flight:
-            drafts, rates = self._in_flight.popleft().tolist()
-            self._drafts.inc(drafts)
-            self._rates.inc(rates)
+    return Outcome(accepted, sample(residual))

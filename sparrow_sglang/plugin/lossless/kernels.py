@@ -5,7 +5,7 @@ groups of candidates. Probabilities are computed where they are needed, from log
 and sum of their row. Numbers between kernels are fp32, which holds tokens exactly:
 - of a chunk of a row of logits: maximum, sum of exponentials, first token with the maximum;
 - of a row: maximum, sum, best token of a greedy request or -1, whether the draft after it is
-  accepted, and at which rate. The sum is infinite in a greedy request, whose temperature is -1;
+  accepted. The sum is infinite in a greedy request, whose temperature is -1;
 - of a chunk of the row to draw from: the largest ratio of residual and clock, and its token.
 """
 
@@ -153,7 +153,7 @@ def _judge_kernel(
     first = tl.load(source + 2, mask=real, other=V).to(tl.int32)
     best = _first_where(real & (peak == top), first, V)
     best = tl.where(temperature < 0, best, -1)
-    of_row = of_rows + index * 5
+    of_row = of_rows + index * 4
     tl.store(of_row, top)
     tl.store(of_row + 1, total)
     tl.store(of_row + 2, best.to(tl.float32))
@@ -172,7 +172,6 @@ def _judge_kernel(
         p_of_draft = tl.sum(tl.where(candidate == draft, p, 0.0), axis=0)
         coin = tl.rand(tl.load(seeds + 1), index)
         tl.store(of_row + 3, (coin * q_of_draft < p_of_draft).to(tl.float32))
-        tl.store(of_row + 4, tl.sum(tl.minimum(q_of_slot, p), axis=0))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -197,15 +196,15 @@ def _residual_kernel(
     """Program (chunk, request) draws from a chunk of the row after the accepted drafts."""
     chunk, request = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
-    of_request = of_rows + request * (count + 1) * 5
-    is_accepted = tl.load(of_request + rows * 5 + 3, mask=rows < count, other=1.0)
+    of_request = of_rows + request * (count + 1) * 4
+    is_accepted = tl.load(of_request + rows * 4 + 3, mask=rows < count, other=1.0)
     row = tl.min(tl.where(is_accepted == 0.0, rows, count), axis=0)
     tl.store(accepted + request, row.to(tl.int64))
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = token < V
     at_row = request.to(tl.int64) * request_stride + row.to(tl.int64) * row_stride
     values = tl.load(logits + at_row + token, mask=mask, other=float("-inf"))
-    of_row = of_request + row * 5
+    of_row = of_request + row * 4
     top, total, best = tl.load(of_row), tl.load(of_row + 1), tl.load(of_row + 2)
     temperature = tl.abs(tl.load(temperatures + request))
     p = tl.exp((values.to(tl.float32) - top) / temperature) / total + (token == best).to(tl.float32)
@@ -220,25 +219,6 @@ def _residual_kernel(
     out = arrivals + (request * tl.num_programs(0) + chunk) * 2
     tl.store(out, first)
     tl.store(out + 1, _first_where(mask & (ratio == first), token, V).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["bonus"])
-def _bonus_kernel(
-    arrivals: tl.tensor,
-    bonus: tl.tensor,
-    chunks: tl.tensor,
-    V: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
-    """Program (request) picks the token of all chunks."""
-    request = tl.program_id(0)
-    chunk = tl.arange(0, CHUNKS)
-    mask = chunk < chunks
-    source = arrivals + (request * chunks + chunk) * 2
-    ratio = tl.load(source, mask=mask, other=-1.0)
-    token = tl.load(source + 1, mask=mask, other=V).to(tl.int32)
-    token = _first_where(mask & (ratio == tl.max(ratio, axis=0)), token, V)
-    tl.store(bonus + request, token.to(tl.int64))
 
 
 def sample(drafts: acceptance.Drafts, number: int, logits: torch.Tensor) -> None:
@@ -267,9 +247,9 @@ def accept(drafts: acceptance.Drafts, logits: torch.Tensor) -> acceptance.Outcom
     width, chunk_width, row_width = map(triton.next_power_of_2, (groups, chunks, rows))
     assert logits.stride(2) == 1 and drafts.q.is_contiguous() and drafts.ids.is_contiguous()
     of_chunks = torch.empty(batch, rows, chunks, 3, device=logits.device)
-    of_rows = torch.empty(batch, rows, 5, device=logits.device)
+    of_rows = torch.empty(batch, rows, 4, device=logits.device)
     arrivals = torch.empty(batch, chunks, 2, device=logits.device)
-    accepted, bonus = torch.empty(2, batch, dtype=torch.int64, device=logits.device)
+    accepted = torch.empty(batch, dtype=torch.int64, device=logits.device)
     dense = logits, drafts.temperatures, logits.stride(0), logits.stride(1)
     drafted = drafts.seeds, drafts.ids, drafts.q, drafts.q.stride(0)
     _chunk_kernel[(chunks, rows, batch)](*dense, of_chunks, V=vocabulary, CHUNK=_CHUNK, num_warps=8)
@@ -280,5 +260,6 @@ def accept(drafts: acceptance.Drafts, logits: torch.Tensor) -> acceptance.Outcom
     )
     drawn, widths = (of_rows, arrivals, accepted, rows - 1), {"CHUNK": _CHUNK, "ROWS": row_width}
     _residual_kernel[(chunks, batch)](*dense, *drafted, *drawn, **sizes, **widths)
-    _bonus_kernel[(batch,)](arrivals, bonus, chunks, V=vocabulary, CHUNKS=chunk_width, num_warps=1)
-    return acceptance.Outcome(accepted, bonus, rates=of_rows[:, : rows - 1, 4])
+    ratios, tokens = arrivals.unbind(2)
+    bonus = tokens.gather(1, ratios.argmax(1, keepdim=True))[:, 0].long()
+    return acceptance.Outcome(accepted, bonus)

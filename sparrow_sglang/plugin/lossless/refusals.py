@@ -29,7 +29,7 @@ _ARGUMENTS = {
     "enable_dp_attention": (False, "idle ranks would have to draft"),
     "enable_lora": (False, "a round applies no adapter, so merge it into the weights"),
     "lora_paths": (None, "a round applies no adapter, so merge it into the weights"),
-    "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:draft_acceptance"),
+    "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:accepted_drafts"),
     "enable_deterministic_inference": (False, "drafts take no seed"),
     "enable_return_hidden_states": (False, "a round keeps none"),
     "speculative_adaptive": (False, "the number of drafts is fixed"),

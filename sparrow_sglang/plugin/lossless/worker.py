@@ -5,10 +5,8 @@ steps at positions C to C + k - 1 draft k tokens, then one dense pass over the b
 drafts, at positions C to C + k, replaces the KV that they wrote. So committed KV is always dense.
 """
 
-import copy
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
@@ -17,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -32,20 +26,19 @@ from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.plugin.dense_steps import (
     DecodeGraphs,
     largest_batch,
+    least_seconds,
     requests_in_pool,
+    run_pass,
     timed_lengths,
 )
 from sparrow_sglang.plugin.lossless import acceptance
 from sparrow_sglang.plugin.lossless.algorithm import RoundState
-from sparrow_sglang.plugin.lossless.pace import CostTable, Pace
+from sparrow_sglang.plugin.lossless.pace import Costs, Pace
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-
-_RUNS = 4
 
 
 def _verify_input(width: int, positions: torch.Tensor) -> DFlashVerifyInput:
@@ -56,17 +49,6 @@ def _verify_input(width: int, positions: torch.Tensor) -> DFlashVerifyInput:
         draft_token_num=width,
         capture_hidden_mode=CaptureHiddenMode.NULL,
     )
-
-
-def _wall_seconds(run: Callable[[], None]) -> float:
-    """Mean of a few runs in sequence, after one that warms up."""
-    run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(_RUNS):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / _RUNS
 
 
 class VerifyGraphs(DecodeCudaGraphRunner):
@@ -98,8 +80,14 @@ class LosslessWorker(BaseSpecWorker):
         self._draft_graphs: Any = None
         self._pace = Pace(self.speculative_num_steps)
         is_first = get_parallel().tp_rank == 0
-        counts = server_args.enable_metrics and is_first
-        self._counters = acceptance.DraftCounters() if counts else None
+        self._counters: tuple[Any, ...] = ()
+        if server_args.enable_metrics and is_first:
+            from prometheus_client import Counter
+
+            self._counters = (
+                Counter("sparrow:drafts", "Drafts whose predecessors were all accepted"),
+                Counter("sparrow:accepted_drafts", "Drafts that were accepted"),
+            )
         forced = os.environ.get(FORCED_ACCEPTANCE)
         self._forced = None if forced is None else float(forced)
         if self._forced is not None and is_first:
@@ -113,9 +101,9 @@ class LosslessWorker(BaseSpecWorker):
         return getattr(self._target_worker, name)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
-        self._pace.observe(num_correct_drafts_per_req)
-        if self._counters is not None:
-            self._counters.publish()
+        counts = self._pace.observe(num_correct_drafts_per_req)
+        for counter, count in zip(self._counters, counts, strict=False):
+            counter.inc(count)
 
     def init_cuda_graphs(self) -> None:
         """Capture draft and dense steps; SGLang has captured verifications, if graphs are on."""
@@ -129,77 +117,52 @@ class LosslessWorker(BaseSpecWorker):
             runner.spec_algorithm = algorithm
 
     def measure(self) -> None:
-        """Time the steps of a round over the empty KV pool, so that rounds draft what pays."""
+        """Time rounds, so that they draft what pays; no request may run."""
         if self._draft_graphs is None:
             return
-        longest = self.model_runner.model_config.context_len - self.speculative_num_draft_tokens
-        largest = largest_batch(self.model_runner)
-        batches = sorted({*(batch for batch in (1, 4, 16, 64) if batch < largest), largest})
+        runner, most = self.model_runner, self.speculative_num_steps
+        largest = largest_batch(runner)
+        longest = runner.model_config.context_len - self.speculative_num_draft_tokens
         cases = [
             (batch, tokens)
-            for batch in batches
-            for tokens in timed_lengths(self.model_runner, batch, longest)
+            for batch in sorted({min(batch, largest) for batch in (1, 4, 16, 64, largest)})
+            for tokens in islice(timed_lengths(runner, batch, longest), 0, None, 2)
         ]
         if not cases:
             return
-        most = self.speculative_num_steps
-        for count in range(1, most):
+        for count in range(most):
             # Compiles the kernels for it.
             self._seconds(*cases[0], count)
-        seconds = torch.tensor(
-            [self._seconds(*case, most) for case in cases], dtype=torch.float64, device=self.device
-        )
-        costs = self._of_first_rank(seconds).tolist()
-        self._pace.costs = CostTable(
-            [(*case, *row) for case, row in zip(cases, costs, strict=True)]
-        )
+        seconds = [[self._seconds(*case, count) for count in (0, 1, most)] for case in cases]
+        shared = self._of_first_rank(torch.tensor(seconds, device=self.device)).tolist()
+        costs = Costs(most, [(*case, *row) for case, row in zip(cases, shared, strict=True)])
+        self._pace.costs = costs
         if get_parallel().tp_rank == 0:
-            announce(self._pace.costs.summary(most))
+            announce(costs.summary())
 
-    def _seconds(self, batch_size: int, tokens: int, count: int) -> list[float]:
-        """`Costs` with `count` drafts, with their sampling and the work of the host."""
+    def _seconds(self, batch_size: int, tokens: int, count: int) -> float:
+        """Of a round with `count` drafts."""
         runner, width = self.model_runner, self.speculative_num_draft_tokens
-        with requests_in_pool(runner, batch_size, tokens + width) as rows:
-            committed = torch.full_like(rows, tokens)
+        with requests_in_pool(runner, batch_size, tokens, width) as rows:
+            lengths = torch.full_like(rows, tokens)
             needs_lengths = sparrow_backend(runner).needs_cpu_seq_lens
             batch: Any = SimpleNamespace(
                 req_pool_indices=rows,
-                spec_algorithm=runner.spec_algorithm,
-                seq_lens_cpu=committed.cpu() if needs_lengths else None,
+                seq_lens=lengths,
+                seq_lens_cpu=lengths.cpu() if needs_lengths else None,
+                spec_info=RoundState(torch.zeros_like(rows), lengths),
+                return_logprob=False,
+                sampling_info=SimpleNamespace(
+                    temperatures=torch.ones(batch_size, 1, device=self.device),
+                    top_ks=torch.full_like(rows, 1 << 30, dtype=torch.int32),
+                    is_all_greedy=False,
+                    is_any_greedy=False,
+                    need_top_k_sampling=False,
+                    need_top_p_sampling=False,
+                    need_min_p_sampling=False,
+                ),
             )
-            positions = committed[:, None] + self._positions
-            slots = runner.req_to_token_pool.req_to_token[rows[:, None], positions].long()
-            step = next(self._draft_steps(batch, committed, positions, slots))
-            step.input_ids = torch.zeros_like(rows)
-            info: Any = SimpleNamespace(
-                temperatures=torch.ones(batch_size, 1, device=self.device),
-                top_ks=torch.full_like(rows, 1 << 30, dtype=torch.int32),
-                is_all_greedy=False,
-                is_any_greedy=False,
-                need_top_k_sampling=False,
-                need_top_p_sampling=False,
-                need_min_p_sampling=False,
-            )
-            vocabulary = runner.model_config.vocab_size
-            drafts = acceptance.Drafts(step.input_ids, width - 1, vocabulary, info)
-            verification = self._verification(batch, committed, positions, slots, drafts.tokens.T)
-
-            def run(forward_batch: ForwardBatch, verified: int | None) -> None:
-                """Sample a draft, or verify so many."""
-                result = self._forward(copy.copy(forward_batch))
-                logits = result.logits_output.next_token_logits
-                drafts.count = verified or 0
-                if verified is None:
-                    drafts.sample(logits)
-                else:
-                    drafts.verify(logits.unflatten(0, (batch_size, -1)))
-
-            with self._drafting(dense=False):
-                draft = _wall_seconds(lambda: run(step, None))
-            drafts.ids[:], drafts.q[:] = drafts.ids[:, :1].clone(), drafts.q[:, :1].clone()
-            with self._drafting(dense=True):
-                dense = _wall_seconds(lambda: run(step, 0))
-            return [draft, _wall_seconds(lambda: run(verification, count)), dense]
+            return least_seconds(lambda: self._round(batch, count))
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
@@ -212,125 +175,65 @@ class LosslessWorker(BaseSpecWorker):
             if on_publish is not None:
                 on_publish(result.new_seq_lens)
             return result
-        return self._round(batch, on_publish)
-
-    def _round(self, batch: "ScheduleBatch", on_publish: Any) -> GenerationBatchResult:
-        width, info = self.speculative_num_draft_tokens, batch.sampling_info
-        # The scheduler may change its lengths before this round has run.
-        committed, rows = batch.seq_lens.clone(), batch.req_pool_indices
-        positions = committed[:, None].long() + self._positions
-        table = self.model_runner.req_to_token_pool.req_to_token
-        slots = table[rows.long()[:, None], positions].long()
-        tokens = batch.spec_info.bonus_tokens.reshape(-1).long()
-        vocabulary = self.model_runner.model_config.vocab_size
-        drafts = acceptance.Drafts(tokens, self.speculative_num_steps, vocabulary, info)
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
         count = self._pace.next_round(len(lengths), sum(lengths) / len(lengths))
-        steps = self._draft_steps(batch, committed, positions, slots)
+        return self._round(batch, count, on_publish)
+
+    def _round(
+        self, batch: "ScheduleBatch", count: int, on_publish: Any = None
+    ) -> GenerationBatchResult:
+        """A round with `count` drafts."""
+        runner, width = self.model_runner, self.speculative_num_draft_tokens
+        # The scheduler may change its lengths before this round has run.
+        committed, rows = batch.seq_lens.clone(), batch.req_pool_indices
+        positions = committed.long() + self._positions[:, None]
+        lengths = positions.to(committed.dtype) + 1
+        slots = runner.req_to_token_pool.req_to_token[rows.long(), positions].long()
+        latest = batch.spec_info.bonus_tokens.reshape(-1).long()
+        vocabulary = runner.model_config.vocab_size
+        drafts = acceptance.Drafts(latest, width - 1, vocabulary, batch.sampling_info)
+        known = batch.seq_lens_cpu
+
+        def decode(number: int) -> Any:
+            """The decode step after the latest token and `number` drafts."""
+            on_host = None if known is None else known + number + 1
+            token, position, slot = drafts.tokens[number], positions[number], slots[number]
+            return run_pass(runner, rows, lengths[number], on_host, token, position, slot)
+
         with self._drafting():
-            for step in islice(steps, count):
-                step.input_ids = tokens
-                result = self._forward(step)
-                # The next replay overwrites the logits.
-                tokens = drafts.sample(result.logits_output.next_token_logits)
+            for number in range(count):
+                # At once, as the next replay overwrites the logits.
+                draft = drafts.sample(decode(number).logits_output.next_token_logits)
                 # In place, so that all ranks verify the same drafts.
-                self._of_first_rank(tokens)
-        to_verify = drafts.tokens.T.contiguous()
-        # SGLang reads the log-probs of a round from as many rows as a verification has.
-        if count or batch.return_logprob:
-            verify = self._verification(batch, committed, positions, slots, to_verify)
-            verified = self._forward(verify)
+                self._of_first_rank(draft)
+        if count:
+            tokens, places, slots = (x.T.reshape(-1) for x in (drafts.tokens, positions, slots))
+            verified = _verify_input(width, places)
+            result = run_pass(runner, rows, committed, known, tokens, places, slots, verified)
         else:
-            step = next(steps)
-            step.input_ids = tokens
             with self._drafting(dense=True):
-                verified = self._forward(step)
-        logits_output = verified.logits_output
-        logits = logits_output.next_token_logits.unflatten(0, (len(committed), -1))
+                result = decode(0)
+        logits = result.logits_output.next_token_logits.unflatten(0, (len(rows), -1))
         outcome = drafts.verify(logits)
-        if self._counters is not None:
-            self._counters.add(outcome)
         if self._forced is not None:
-            outcome = outcome.forced(self._forced)
-        accepted = self._of_first_rank(outcome.accepted)
-        outcome = outcome._replace(accepted=accepted, bonus=self._of_first_rank(outcome.bonus))
-        output = outcome.output(to_verify[:, 1:]).reshape(-1)
-        accept_lens = (accepted + 1).to(torch.int32)
+            outcome = outcome.forced(self._forced, count)
+        outcome = acceptance.Outcome(*map(self._of_first_rank, outcome))
+        stride = logits.shape[1]
+        output = outcome.output(drafts.tokens[:stride].T).reshape(-1)
+        accept_lens = (outcome.accepted + 1).to(torch.int32)
         new_seq_lens = committed + accept_lens.to(committed.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
         if batch.return_logprob:
-            compute_spec_logprobs(batch, logits_output, output, chain_stride=width)
+            compute_spec_logprobs(batch, result.logits_output, output, chain_stride=stride)
         return GenerationBatchResult(
-            logits_output=logits_output,
+            logits_output=result.logits_output,
             next_token_ids=output,
             accept_lens=accept_lens,
             next_draft_input=RoundState(outcome.bonus, new_seq_lens),
-            speculative_num_draft_tokens=width,
+            speculative_output_stride=stride,
             new_seq_lens=new_seq_lens,
-            can_run_cuda_graph=verified.can_run_cuda_graph,
-        )
-
-    def _forward_batch(
-        self, batch: "ScheduleBatch", mode: ForwardMode, committed: torch.Tensor
-    ) -> ForwardBatch:
-        """A pass over the batch's requests; its tokens are to be set."""
-        return ForwardBatch(
-            forward_mode=mode,
-            batch_size=len(committed),
-            input_ids=None,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=committed,
-            out_cache_loc=None,
-            seq_lens_sum=None,
-            orig_seq_lens=committed,
-            spec_algorithm=batch.spec_algorithm,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            return_hidden_states_before_norm=False,
-        )
-
-    def _verification(
-        self,
-        batch: "ScheduleBatch",
-        committed: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> ForwardBatch:
-        width = self.speculative_num_draft_tokens
-        verify = self._forward_batch(batch, ForwardMode.TARGET_VERIFY, committed)
-        verify.input_ids = tokens.reshape(-1)
-        verify.positions, verify.out_cache_loc = positions.reshape(-1), slots.reshape(-1)
-        verify.spec_info = _verify_input(width, verify.positions)
-        if batch.seq_lens_cpu is not None:
-            # FlashInfer plans by the lengths with, and the sum without the tokens to verify.
-            verify.seq_lens_cpu = batch.seq_lens_cpu + width
-            verify.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        return verify
-
-    def _draft_steps(
-        self,
-        batch: "ScheduleBatch",
-        committed: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> Iterator[ForwardBatch]:
-        """The decode step of each draft; its token is to be set."""
-        by_step = positions.T.contiguous(), slots.T.contiguous()
-        lengths = by_step[0].to(committed.dtype) + 1
-        for number in range(self.speculative_num_steps):
-            step = self._forward_batch(batch, ForwardMode.DECODE, lengths[number])
-            step.positions, step.out_cache_loc = (rows[number] for rows in by_step)
-            if batch.seq_lens_cpu is not None:
-                step.seq_lens_cpu = batch.seq_lens_cpu + number + 1
-                step.seq_lens_sum = int(step.seq_lens_cpu.sum())
-            yield step
-
-    def _forward(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
-        """Run a pass without sampling."""
-        self.model_runner.kv_index_translator.bind_own_plan(forward_batch)
-        return self._target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True
+            can_run_cuda_graph=result.can_run_graph,
         )
 
     @contextmanager

@@ -5,44 +5,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparrow_sglang.plugin.lossless.pace import (
-    GAIN,
-    PROBE_ROUNDS,
-    Costs,
-    CostTable,
-    Pace,
-)
+from sparrow_sglang.plugin.lossless.pace import GAIN, PROBE_ROUNDS, Costs, Pace, best_drafts
 
 MOST = 8
+
+
+def seconds(draft: float, verification: float) -> list[float]:
+    """Of rounds of 0 to MOST drafts, where a dense step takes 1."""
+    return [1.0, *(number * draft + verification for number in range(1, MOST + 1))]
+
+
+def costs_of(lengths: dict[int, list[float]]) -> Costs:
+    return Costs(MOST, [(1, n, of[0], of[1], of[-1]) for n, of in lengths.items()])
+
+
 # Drafts take a fifth of a dense step, as at long contexts, or nearly as long, as at short ones.
-LONG, SHORT = Costs(0.2, 1.2, 1.0), Costs(0.98, 1.1, 1.0)
+LONG, SHORT = seconds(0.2, 1.2), seconds(0.98, 1.1)
 
 
-def simulated(costs: Costs, drafts: int, acceptance: float) -> float:
+def simulated(of_round: float, drafts: int, acceptance: float) -> float:
     """Tokens per second, drawn draft by draft."""
     draw = np.random.default_rng(0)
     rounds = 20000
     accepted = (draw.random((rounds, drafts)) < acceptance).cumprod(1).sum() if drafts else 0
-    seconds = drafts * costs.draft + costs.verify if drafts else costs.dense
-    return float((accepted + rounds) / rounds / seconds)
+    return float((accepted + rounds) / rounds / of_round)
 
 
 @pytest.mark.parametrize("costs", [LONG, SHORT])
 @pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.97])
-def test_no_other_number_gives_more_tokens(costs: Costs, acceptance: float) -> None:
-    rates = [simulated(costs, drafts, acceptance) for drafts in range(MOST + 1)]
+def test_no_other_number_gives_more_tokens(costs: list[float], acceptance: float) -> None:
+    rates = [simulated(costs[drafts], drafts, acceptance) for drafts in range(MOST + 1)]
     for current in range(MOST + 1):
-        chosen = costs.best_drafts(acceptance, MOST, current)
+        chosen = best_drafts(costs, acceptance, current)
         assert rates[chosen] >= max(rates) / GAIN * 0.98
     if costs is SHORT and acceptance < 0.97:
-        assert costs.best_drafts(acceptance, MOST, MOST) == 0
+        assert best_drafts(costs, acceptance, MOST) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 8)), min_size=1, max_size=50))
 def test_two_ranks_agree(rounds: list[tuple[int, int]]) -> None:
     paces = [Pace(MOST) for _ in range(2)]
     for pace in paces:
-        pace.costs = CostTable([(1, 1024, *SHORT), (1, 4096, *LONG)])
+        pace.costs = costs_of({1024: SHORT, 4096: LONG})
     for accepted, batch in rounds:
         drafts = {pace.next_round(batch, 2000) for pace in paces}
         assert len(drafts) == 1
@@ -53,8 +57,9 @@ def test_two_ranks_agree(rounds: list[tuple[int, int]]) -> None:
 def test_rounds_follow_the_acceptance_and_are_probed() -> None:
     pace = Pace(MOST)
     assert pace.next_round(1, 100) == MOST
-    pace.observe([3])
-    pace.costs = CostTable([(1, 1024, *Costs(0.6, 1.1, 1.0))])
+    # The draft after three accepted ones was rejected, that after eight does not exist.
+    assert pace.observe([3, 0, 8]) == (13, 11)
+    pace.costs = costs_of({1024: seconds(0.6, 1.1)})
 
     def rounds(acceptance: float, count: int) -> list[int]:
         draw = np.random.default_rng(1)
@@ -70,13 +75,16 @@ def test_rounds_follow_the_acceptance_and_are_probed() -> None:
     # Probes find out that drafts are accepted again.
     assert min(rounds(1.0, 2000)[-10:]) == MOST
     # Where drafts cannot pay, nothing is probed.
-    pace.costs = CostTable([(1, 1024, *Costs(1.1, 1.2, 1.0))])
+    pace.costs = costs_of({1024: seconds(1.1, 1.2)})
     assert not any(rounds(1.0, 200))
 
 
-def test_costs_between_those_measured() -> None:
-    rows = [(1, 1000, 1, 2, 3), (1, 3000, 3, 4, 5), (16, 1000, 11, 12, 13)]
-    table = CostTable(rows)
-    assert table.at(1, 2000) == Costs(2, 3, 4)
-    assert table.at(1, 9000) == Costs(3, 4, 5) and table.at(64, 10) == Costs(11, 12, 13)
-    assert table.at(6, 1000) == pytest.approx(Costs(*(1 / 3 * 10 + n for n in (1, 2, 3))))
+@pytest.mark.parametrize("most", [1, 3])
+def test_costs_between_those_measured(most: int) -> None:
+    rows = [(1, 1000, 1, 2, 4), (1, 3000, 3, 4, 6), (16, 1000, 11, 12, 14)]
+    costs = Costs(most, rows if most > 1 else [(*row[:4], row[3]) for row in rows])
+    counts = np.array([0, 1, 2, 3][: most + 1])
+    assert costs.at(1, 2000) == pytest.approx(2 + counts)
+    assert costs.at(1, 9000) == pytest.approx(3 + counts)
+    assert costs.at(64, 10) == pytest.approx(11 + counts)
+    assert costs.at(6, 1000) == pytest.approx(1 / 3 * 10 + 1 + counts)
