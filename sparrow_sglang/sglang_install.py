@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 SUPPORTED = ("0.5.15.post1", "0.5.20", "0.5.23")
-"""Tested versions: those that slime and verl pin, and `LOCKED`; newer ones may run, too."""
+"""Tested versions: those that slime pins and verl trains with, and `LOCKED`; newer may run, too."""
 LOCKED = "0.5.23"
 """The version that the README installs, and that CI tests."""
 INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
