@@ -6,7 +6,6 @@ backend of the device computes prefill and writes its KV. In models with windows
 layers that are not sparse; elsewhere the sparse kernels decode them over all pages.
 """
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -161,8 +160,8 @@ class SparrowAttnBackend(AttentionBackend):
                 resolved(model_runner.server_args).speculative_num_draft_tokens,
             )
             step = TritonPagedDecode(self.budgets, req_to_token, decode_shape)
-            for layer_id, landmarks in islice(self.landmarks.items(), 1):
-                step.compile_prefill(both_pools.get_key_buffer(layer_id), landmarks)
+            if self.landmarks:
+                step.compile_prefill(self._keys, self.landmarks)
             self.sparse = step
             if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
                 self.sparse.reserve(min(EAGER_ROWS, model_runner.req_to_token_pool.size))
@@ -253,14 +252,17 @@ class SparrowAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if layer.layer_id in self.landmarks:
-            # Keys come from the pool and not from `k`: some models write their KV fused with RoPE.
-            k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            self.sparse.update_landmarks(k_buffer, self.landmarks[layer.layer_id])
-            if self.pair_variances is not None:
-                queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
-                self.pair_variances.add(layer.layer_id, queries, k_buffer, forward_batch)
+        if layer.layer_id in self.landmarks and self.pair_variances is not None:
+            queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+            keys = self._keys[layer.layer_id]
+            self.pair_variances.add(layer.layer_id, queries, keys, forward_batch)
+        self._end_dense(layer)
         return out
+
+    def _end_dense(self, layer: "RadixAttention") -> None:
+        """A layer of a dense pass is computed: after the last, write the landmarks of all."""
+        if layer.layer_id == self._last_sparse:
+            self.sparse.update_landmarks(self._keys, self.landmarks)
 
     def forward_decode(
         self,
@@ -275,8 +277,8 @@ class SparrowAttnBackend(AttentionBackend):
         self.decode_guard.served()
         if self.dense_step or layer.layer_id in self.stock_layers:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            if self.dense_step and layer.layer_id == self._last_sparse:
-                self.sparse.update_last_landmarks(self._keys, self.landmarks)
+            if self.dense_step:
+                self._end_dense(layer)
             return out
         sinks = kwargs.pop("sinks", None)
         _refuse_arguments(layer, kwargs)

@@ -92,8 +92,7 @@ class DecodeBuffers:
 
     Attributes:
         page_table: [rows, max_pages] int32; num_selected: [layers, rows] int32; page_ids: [rows,
-            Hkv, max_pages] int32; verify_lens: [2, rows] int64, tokens before and after those that
-            a verification adds; scratch of both kernels; launches of both, and of attention in
+            Hkv, max_pages] int32; scratch of both kernels; launches of both, and of attention in
             dense layers, by batch size.
     """
 
@@ -127,7 +126,6 @@ class DecodeBuffers:
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
         self.num_selected = torch.zeros(num_layers, rows, dtype=torch.int32, device=device)
-        self.verify_lens = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self.select_scratch = select.allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]
@@ -138,7 +136,7 @@ class DecodeBuffers:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.page_table, self.page_ids, self.num_selected, self.verify_lens)
+        tensors = (self.page_table, self.page_ids, self.num_selected)
         return sum(
             tensor.nbytes for tensor in (*tensors, *self.select_scratch, *self.decode_scratch)
         )
@@ -172,8 +170,9 @@ class TritonPagedDecode:
         self._pages: torch.Tensor
         self._num_selected: torch.Tensor
         self._seq_lens: torch.Tensor
-        self._no_prefix: torch.Tensor
-        self._longest = 0
+        # Landmarks are written from the page on that holds the first of so many tokens before the
+        # end of `_seq_lens`, and so many after it.
+        self._new_tokens = 0, 0
 
     def reserve(self, max_batch: int) -> None:
         """Allocate buffers, unless there are large enough ones.
@@ -192,23 +191,24 @@ class TritonPagedDecode:
             self._shape, max_batch, len(self._budgets.weights), self._req_to_token.device
         )
 
-    def compile_prefill(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
+    def compile_prefill(
+        self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
+    ) -> None:
         """Compile the kernels of a prefill, which no captured graph contains, before a request."""
         # No page of a sequence of one token is full, so no landmark is written.
         length = torch.ones(1, dtype=torch.int64)
         on_device = length.to(self._req_to_token.device)
         self.plan_extend(torch.zeros_like(on_device), on_device, length)
-        self.update_landmarks(k_buffer, landmarks)
+        self.update_landmarks(k_buffers, landmarks)
 
     def plan_extend(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> None:
-        self._longest = -(-int(seq_lens_cpu.max()) // self._schedule.page_size)
+        longest = int(seq_lens_cpu.max())
         # Triton compiles kernels anew for a width of 1 and for one that 16 does not divide.
-        width = -(-self._longest // 16) * 16
+        width = -(-longest // (16 * self._schedule.page_size)) * 16
         self._pages = self._req_to_token.new_empty(len(seq_lens), width)
-        self._seq_lens = seq_lens
-        self._no_prefix = torch.zeros_like(seq_lens)
+        self._seq_lens, self._new_tokens = seq_lens, (longest, 0)
         page_table.snapshot_page_table(
             self._req_to_token,
             req_pool_indices,
@@ -220,23 +220,14 @@ class TritonPagedDecode:
     def plan_verify(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
     ) -> None:
-        batch, page_size = len(seq_lens), self._schedule.page_size
-        buffers = self._reserved(batch)
-        self._captured |= captured
-        # The addresses must not change: a captured graph reads them at every replay.
-        self._pages, lengths = buffers.page_table[:batch], buffers.verify_lens[:, :batch]
-        if batch > buffers.rows:
-            if captured:
-                raise ValueError(f"verification of {batch} requests: {buffers.rows} were announced")
-            self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
-            lengths = buffers.verify_lens.new_empty(2, batch)
-        self._no_prefix, self._seq_lens = lengths
-        self._no_prefix.copy_(seq_lens)
-        torch.add(seq_lens, width, out=self._seq_lens)
-        # Pages that `width` tokens in sequence touch at most.
-        self._longest = (width + page_size - 2) // page_size + 1
+        self._reserve_step(len(seq_lens), captured)
+        self._seq_lens, self._new_tokens = seq_lens, (0, width)
         page_table.snapshot_page_table(
-            self._req_to_token, req_pool_indices, self._seq_lens, self._pages, page_size=page_size
+            self._req_to_token,
+            req_pool_indices,
+            seq_lens + width,
+            self._pages,
+            page_size=self._schedule.page_size,
         )
 
     def plan_decode(
@@ -246,23 +237,8 @@ class TritonPagedDecode:
         seq_lens_cpu: torch.Tensor,
         captured: bool = False,
     ) -> None:
-        batch = len(seq_lens)
-        buffers = self._reserved(batch)
-        if captured and batch > buffers.rows:
-            raise ValueError(
-                f"a CUDA graph of {batch} requests does not fit the decode buffers: SGLang"
-                f" announced at most {buffers.rows}"
-            )
-        self._captured |= captured
-        # The addresses must not change: a captured graph reads them at every replay.
-        self._pages, self._num_selected = (
-            buffers.page_table[:batch],
-            buffers.num_selected[:, :batch],
-        )
-        if batch > buffers.rows:
-            self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
-            self._num_selected = buffers.num_selected.new_empty(len(buffers.num_selected), batch)
-        self._seq_lens = seq_lens
+        self._reserve_step(len(seq_lens), captured)
+        self._seq_lens, self._new_tokens = seq_lens, (1, 0)
         page_table.snapshot_page_table(
             self._req_to_token,
             req_pool_indices,
@@ -274,6 +250,21 @@ class TritonPagedDecode:
             least_pages=self._schedule.least_pages,
         )
 
+    def _reserve_step(self, batch: int, captured: bool) -> None:
+        buffers = self._reserved(batch)
+        if captured and batch > buffers.rows:
+            raise ValueError(
+                f"a CUDA graph of {batch} requests does not fit the decode buffers: SGLang"
+                f" announced at most {buffers.rows}"
+            )
+        self._captured |= captured
+        # The addresses must not change: a captured graph reads them at every replay.
+        self._pages = buffers.page_table[:batch]
+        self._num_selected = buffers.num_selected[:, :batch]
+        if batch > buffers.rows:
+            self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
+            self._num_selected = buffers.num_selected.new_empty(len(buffers.num_selected), batch)
+
     def _reserved(self, batch: int) -> DecodeBuffers:
         """The buffers, allocated for `batch` if none were reserved yet, as in a warm-up."""
         if self._buffers is None:
@@ -281,30 +272,21 @@ class TritonPagedDecode:
         assert self._buffers is not None
         return self._buffers
 
-    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
-        landmark.update_landmarks_bulk(
-            k_buffer,
-            landmarks,
-            self._pages,
-            self._seq_lens,
-            self._no_prefix,
-            page_size=self._schedule.page_size,
-            max_pages=self._longest,
-        )
-
-    def update_last_landmarks(
+    def update_landmarks(
         self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
     ) -> None:
         if self._addresses is None:
             self._addresses = landmark.address_table(k_buffers, landmarks)
-        keys, first = next(iter(k_buffers.values())), next(iter(landmarks.values()))
-        landmark.update_last_landmarks(
+        before, after = self._new_tokens
+        landmark.update_landmarks(
             self._addresses,
-            keys,
-            first,
+            next(iter(k_buffers.values())),
+            next(iter(landmarks.values())),
             self._pages,
             self._seq_lens,
             page_size=self._schedule.page_size,
+            before=before,
+            after=after,
         )
 
     def decode(

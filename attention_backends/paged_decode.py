@@ -83,24 +83,24 @@ class TorchPagedDecode:
         just_filled = (seq_lens % self._page_size == 0).nonzero().squeeze(-1)
         self._full_pages = self._pages[just_filled, self._num_pages[just_filled] - 1]
 
-    def update_landmarks(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
-        """Write the landmarks of the planned pass's full pages; `k_buffer` is [num_slots, Hkv, D].
+    def update_landmarks(
+        self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
+    ) -> None:
+        """Write the landmarks of the full pages of the planned dense pass, in the layers given.
 
         In a prefill pass these are all full pages of every request, not only those of its new
         tokens: a page may have been completed by an earlier chunk or loaded by someone else.
+        `k_buffers` are [num_slots, Hkv, D], the same at every call, as are `landmarks`.
         """
+        for layer_id, k_buffer in k_buffers.items():
+            self._update(k_buffer, landmarks[layer_id])
+
+    def _update(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         if self._full_pages.numel():
             k_pages = k_buffer.view(-1, self._page_size, *k_buffer.shape[1:])
             pairs = landmarks.pairs if isinstance(landmarks, Int4Landmarks) else None
             computed: Any = reference.page_landmarks(k_pages[self._full_pages], pairs)
             landmarks.write(self._full_pages, computed)
-
-    def update_last_landmarks(
-        self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
-    ) -> None:
-        """Write the landmarks of pages that the planned decode step filled, in all layers."""
-        for layer_id, k_buffer in k_buffers.items():
-            self.update_landmarks(k_buffer, landmarks[layer_id])
 
     def decode(
         self,
@@ -121,7 +121,7 @@ class TorchPagedDecode:
         physical = self._pages[:, None].expand(-1, k_buffer.shape[1], -1)
         num_selected = self._num_pages
         if landmarks is not None:
-            self.update_landmarks(k_buffer, landmarks)
+            self._update(k_buffer, landmarks)
             num_selected = self._num_selected[layer_id]
             if not torch.equal(num_selected, self._num_pages):
                 scores = reference.score_pages(q, landmarks, self._pages)

@@ -12,10 +12,6 @@ from sparrow_sglang.attention_backends.kernels.common import (
 )
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
-# One thread reads 16 bytes of a row: 1024 columns of 2 bytes are 4 warps side by side, each thread
-# sums its own 8 columns, and a page needs no exchange between threads.
-_COLUMNS = 1024
-
 
 @triton.jit
 def page_mean(
@@ -85,6 +81,32 @@ def _nibble(mean: tl.tensor, divisor: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _store_landmarks(
+    k_buffer: tl.tensor,
+    landmarks: tl.tensor,
+    scales: tl.tensor,
+    pairs: tl.tensor,
+    page: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Those of one page and KV head; means if there are no PAIRS."""
+    if PAIRS > 0:
+        store_int4_landmarks(
+            k_buffer, landmarks, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
+        )
+    else:
+        columns = head_columns(D)
+        at = head * D + columns
+        mean = page_mean(k_buffer, page * PAGE, at, columns < D, HEADS * D, PAGE)
+        store_head(landmarks + (page * HEADS + head) * D, columns, mean, D)
+
+
+@triton.jit
 def update_landmark_of_last_page(
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
@@ -105,144 +127,13 @@ def update_landmark_of_last_page(
     """
     if (seq_len > 0) & (seq_len % PAGE == 0):
         page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
-        if PAIRS > 0:
-            store_int4_landmarks(
-                k_buffer, landmarks, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
-            )
-        else:
-            columns = head_columns(D)
-            at = head * D + columns
-            mean = page_mean(k_buffer, page * PAGE, at, columns < D, HEADS * D, PAGE)
-            store_head(landmarks + (page * HEADS + head) * D, columns, mean, D)
+        _store_landmarks(
+            k_buffer, landmarks, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
+        )
 
 
-@triton.jit
-def _full_page(
-    page_table: tl.tensor,
-    seq_lens: tl.tensor,
-    prefix_lens: tl.tensor,
-    table_stride: tl.tensor,
-    PAGE: tl.constexpr,
-) -> tl.tensor:
-    """Physical page of program (page, row, ...), int64; -1 if it is not full.
-
-    Program 0 has the first page that the prefix does not fill.
-    """
-    row = tl.program_id(1)
-    page_index = tl.load(prefix_lens + row) // PAGE + tl.program_id(0)
-    is_full = page_index < tl.load(seq_lens + row) // PAGE
-    at = page_table + row.to(tl.int64) * table_stride + page_index
-    return tl.load(at, mask=is_full, other=-1).to(tl.int64)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "before", "after"])
 def _landmarks_kernel(
-    k_buffer: tl.tensor,
-    landmarks: tl.tensor,
-    page_table: tl.tensor,
-    seq_lens: tl.tensor,
-    prefix_lens: tl.tensor,
-    table_stride: tl.tensor,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Program (page, row, column block) writes COLUMNS columns of one page's landmark."""
-    page = _full_page(page_table, seq_lens, prefix_lens, table_stride, PAGE)
-    if page >= 0:
-        columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        mask = columns < ROW
-        mean = page_mean(k_buffer, page * PAGE, columns, mask, ROW, PAGE)
-        target = landmarks + page * ROW + columns
-        tl.store(target, mean.to(landmarks.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _int4_landmarks_kernel(
-    k_buffer: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    pairs: tl.tensor,
-    page_table: tl.tensor,
-    seq_lens: tl.tensor,
-    prefix_lens: tl.tensor,
-    table_stride: tl.tensor,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
-    """Program (page, row, head) writes the landmarks of one page and KV head."""
-    page = _full_page(page_table, seq_lens, prefix_lens, table_stride, PAGE)
-    if page >= 0:
-        head = tl.program_id(2)
-        store_int4_landmarks(
-            k_buffer, codes, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
-        )
-
-
-def update_landmarks_bulk(
-    k_buffer: torch.Tensor,
-    landmarks: Landmarks,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    *,
-    page_size: int,
-    max_pages: int,
-) -> None:
-    """Write the landmark of every full page from prefix_lens // page_size on; used after an extend.
-
-    Args:
-        k_buffer: [num_slots, Hkv, D], contiguous.
-        landmarks: one per page in the dtype of the keys, or int4 ones; written.
-        page_table: [bs, >= max_pages] int32, physical pages.
-        seq_lens: [bs] int32 or int64, cached tokens.
-        prefix_lens: [bs], same dtypes: tokens whose full pages have landmarks already; 0 for all.
-        max_pages: most pages that a request has beyond its full ones of the prefix, a host number
-            that sizes the grid.
-    """
-    _, num_kv_heads, head_dim = k_buffer.shape
-    batch = seq_lens.shape[0]
-    assert_dense(k_buffer, *landmarks)
-    assert len(page_table) == len(prefix_lens) == batch
-    if isinstance(landmarks, Int4Landmarks):
-        _int4_landmarks_kernel[(max_pages, batch, num_kv_heads)](
-            k_buffer,
-            landmarks.codes,
-            landmarks.scales,
-            landmarks.pairs,
-            page_table,
-            seq_lens,
-            prefix_lens,
-            page_table.stride(0),
-            HEADS=num_kv_heads,
-            D=head_dim,
-            PAGE=page_size,
-            LANDMARKS=landmarks.codes.shape[2],
-            PAIRS=landmarks.codes.shape[3],
-            num_warps=1,
-        )
-        return
-    row = num_kv_heads * head_dim
-    columns = min(_COLUMNS, triton.next_power_of_2(row))
-    _landmarks_kernel[(max_pages, batch, triton.cdiv(row, columns))](
-        k_buffer,
-        landmarks.means,
-        page_table,
-        seq_lens,
-        prefix_lens,
-        page_table.stride(0),
-        ROW=row,
-        PAGE=page_size,
-        COLUMNS=columns,
-        num_warps=max(1, columns // 256),
-    )
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _last_landmarks_kernel(
     addresses: tl.tensor,
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
@@ -251,25 +142,28 @@ def _last_landmarks_kernel(
     page_table: tl.tensor,
     seq_lens: tl.tensor,
     table_stride: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     LANDMARKS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Program (row, layer, head); the tensors of one layer give the types."""
-    row = tl.program_id(0)
+    """Program (page, row, layer and head); the tensors of one layer give the types."""
+    row = tl.program_id(1)
+    layer, head = tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
     seq_len = tl.load(seq_lens + row)
-    if (seq_len > 0) & (seq_len % PAGE == 0):
-        of_layer = addresses + tl.program_id(1) * 4
-        update_landmark_of_last_page(
-            tl.load(of_layer).to(k_buffer.dtype),
-            tl.load(of_layer + 1).to(landmarks.dtype),
+    index = tl.maximum(seq_len - before, 0) // PAGE + tl.program_id(0)
+    if index < (seq_len + after) // PAGE:
+        of_layer = addresses + layer * 4
+        _store_landmarks(
+            tl.multiple_of(tl.load(of_layer).to(k_buffer.dtype), 16),
+            tl.multiple_of(tl.load(of_layer + 1).to(landmarks.dtype), 16),
             tl.load(of_layer + 2).to(scales.dtype),
             tl.load(of_layer + 3).to(pairs.dtype),
-            page_table + row.to(tl.int64) * table_stride,
-            seq_len,
-            tl.program_id(2),
+            tl.load(page_table + row.to(tl.int64) * table_stride + index).to(tl.int64),
+            head,
             HEADS,
             D,
             PAGE,
@@ -287,16 +181,17 @@ def _tensors(landmarks: Landmarks) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def address_table(
     k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
 ) -> torch.Tensor:
-    """For `update_last_landmarks`: [layers, 4] int64, of keys and landmarks by layer."""
-    rows = [
-        [tensor.data_ptr() for tensor in (k_buffer, *_tensors(landmarks[layer]))]
-        for layer, k_buffer in k_buffers.items()
-    ]
+    """For `update_landmarks`: [layers, 4] int64, of keys and landmarks by layer, contiguous."""
+    rows = []
+    for layer, k_buffer in k_buffers.items():
+        tensors = k_buffer, *_tensors(landmarks[layer])
+        assert_dense(*tensors)
+        rows.append([tensor.data_ptr() for tensor in tensors])
     device = next(iter(k_buffers.values())).device
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def update_last_landmarks(
+def update_landmarks(
     addresses: torch.Tensor,
     k_buffer: torch.Tensor,
     landmarks: Landmarks,
@@ -304,25 +199,33 @@ def update_last_landmarks(
     seq_lens: torch.Tensor,
     *,
     page_size: int,
+    before: int,
+    after: int = 0,
 ) -> None:
-    """Write the landmarks of the pages that a decode step filled, in all layers in one launch.
+    """Write the landmarks of pages that a dense pass filled, in all layers in one launch.
+
+    Those are the full pages of seq_len + after tokens from the one on that holds token
+    seq_len - before: all pages where `before` is no less than the longest seq_len.
 
     Args:
         addresses: `address_table` of all layers.
         k_buffer: [num_slots, Hkv, D] of any of them, as are `landmarks`.
         page_table: [bs, max_pages] int32, physical pages.
-        seq_lens: [bs] int32 or int64, cached tokens, the new one included.
+        seq_lens: [bs] int32 or int64.
     """
     _, num_kv_heads, head_dim = k_buffer.shape
     tensors = _tensors(landmarks)
     int4 = isinstance(landmarks, Int4Landmarks)
-    _last_landmarks_kernel[(len(seq_lens), len(addresses), num_kv_heads)](
+    most_pages = (before + after + page_size - 2) // page_size + 1
+    _landmarks_kernel[(most_pages, len(seq_lens), len(addresses) * num_kv_heads)](
         addresses,
         k_buffer,
         *tensors,
         page_table,
         seq_lens,
         page_table.stride(0),
+        before,
+        after,
         HEADS=num_kv_heads,
         D=head_dim,
         PAGE=page_size,

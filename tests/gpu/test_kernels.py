@@ -71,88 +71,83 @@ def test_a_step_equals_the_contract(device: str, seed: int) -> None:
             assert error <= (5e-3 if case.dtype == BF16 else 1e-3), (layer, row)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("page_size", "heads", "head_dim", "dtype"),
-    [
-        (16, 3, 80, BF16),
-        (32, 2, 128, FP16),
-        (64, 1, 256, BF16),
-    ],
-)
-def test_bulk_landmarks(
-    device: str, page_size: int, heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    lengths = [1, page_size, 3 * page_size - 1, 4 * page_size]
-    step = Step(device, lengths, (heads, heads), head_dim, page_size, dtype)
-    written = torch.full_like(step.landmarks, torch.nan)
-    # The last request adds a few tokens to its prefix, as a verification does.
-    prefixes = [0, 0, page_size + 3, 3 * page_size + 5]
-    prefix_lens = torch.tensor(prefixes, dtype=torch.int32, device=device)
-    landmark.update_landmarks_bulk(
+def filled(landmarks: Landmarks, value: int) -> Landmarks:
+    if isinstance(landmarks, Int4Landmarks):
+        codes, scales, pairs = landmarks
+        return Int4Landmarks(
+            torch.full_like(codes, value), torch.full_like(scales, float(value)), pairs
+        )
+    return MeanLandmarks(torch.full_like(landmarks.means, float(value)))
+
+
+def prefill(step: Step, landmarks: Landmarks) -> None:
+    landmark.update_landmarks(
+        landmark.address_table({0: step.k}, {0: landmarks}),
         step.k,
-        MeanLandmarks(written[:, :, None]),
+        landmarks,
         step.page_table,
         step.seq_lens,
-        prefix_lens,
-        page_size=page_size,
-        # The grid covers pages behind prefixes only.
-        max_pages=2,
+        page_size=step.page_size,
+        before=max(step.lengths),
     )
-    full = [
-        table[prefix // page_size : length // page_size]
-        for table, prefix, length in zip(step.page_table, prefixes, lengths, strict=True)
-    ]
-    chosen = torch.cat(full).long()
-    # Both means are fp32 sums of the same numbers in different orders, rounded once.
-    ulp = 2.0**-7 if dtype == BF16 else 2.0**-10
-    torch.testing.assert_close(written[chosen], step.landmarks[chosen], rtol=ulp, atol=1e-6)
-    assert (written[chosen] == step.landmarks[chosen]).float().mean() > 0.99
-    untouched = torch.ones(len(written), dtype=torch.bool, device=device)
-    untouched[chosen] = False
-    assert written[untouched].isnan().all(), "a page that is not full was given a landmark"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("page_size", "pairs"), [(16, 0), (16, None), (32, 8), (64, 0)])
-def test_landmarks_of_the_pages_just_filled_in_all_layers(
-    device: str, page_size: int, pairs: int | None
+@pytest.mark.parametrize(
+    ("page_size", "heads", "head_dim", "dtype", "pairs"),
+    [
+        (16, 3, 80, BF16, 0),
+        (32, 2, 128, FP16, 0),
+        (64, 1, 256, BF16, 0),
+        (16, 2, 64, BF16, None),
+        (32, 2, 64, BF16, 8),
+    ],
+)
+@pytest.mark.parametrize(("before", "after"), [(1 << 20, 0), (1, 0), (0, 5), (0, 33)])
+def test_landmarks_of_a_dense_pass_in_all_layers(
+    device: str,
+    page_size: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    pairs: int | None,
+    before: int,
+    after: int,
 ) -> None:
-    lengths = [1, page_size, 3 * page_size - 1, 4 * page_size]
-    rule = None if pairs == 0 else rule_of(pairs, 2, 64, page_size)
-    step = Step(device, lengths, (4, 2), 64, page_size, BF16, **({"rule": rule} if rule else {}))
+    """Of a prefill, a decode step and two verifications."""
+    totals = [1 + after, page_size + after, 3 * page_size - 1, 4 * page_size]
+    rule = {} if pairs == 0 else {"rule": rule_of(pairs, heads, head_dim, page_size)}
+    step = Step(device, totals, (heads, heads), head_dim, page_size, dtype, **rule)
+    stored = step.stored()
     keys = {3: step.k, 7: step.k + 1}
-
-    def untouched() -> Landmarks:
-        if isinstance(step.landmarks, Int4Landmarks):
-            codes, scales, kept = step.landmarks
-            return Int4Landmarks(torch.full_like(codes, 99), torch.full_like(scales, 9.0), kept)
-        return MeanLandmarks(torch.full_like(step.landmarks, 9.0)[:, :, None])
-
-    written = {layer: untouched() for layer in keys}
-    landmark.update_last_landmarks(
+    written = {layer: filled(stored, 9) for layer in keys}
+    cached = [total - after for total in totals]
+    landmark.update_landmarks(
         landmark.address_table(keys, written),
         step.k,
         written[3],
         step.page_table,
-        step.seq_lens,
+        step.seq_lens - after,
         page_size=page_size,
+        before=min(before, max(cached)),
+        after=after,
     )
-    filled = torch.stack([step.page_table[1, 0], step.page_table[3, 3]]).long()
+    full = [
+        table[max(length - before, 0) // page_size : total // page_size]
+        for table, length, total in zip(step.page_table, cached, totals, strict=True)
+    ]
+    pages = torch.cat(full).long()
     for layer, k in keys.items():
-        expected, bulk = untouched(), untouched()
-        landmark.update_landmarks_bulk(
-            k,
-            bulk,
-            step.page_table,
-            step.seq_lens,
-            torch.zeros_like(step.seq_lens),
-            page_size=page_size,
-            max_pages=4,
+        expected = filled(stored, 9)
+        computed: Any = reference.page_landmarks(
+            k.view(-1, page_size, heads, head_dim)[pages],
+            stored.pairs if isinstance(stored, Int4Landmarks) else None,
         )
-        expected.write(filled, bulk.at(filled))
-        tolerance = expected.rounding()
-        assert ((written[layer].values() - expected.values()).abs() <= 1.01 * tolerance).all()
+        expected.write(pages, computed)
+        # Both means are fp32 sums of the same numbers in different orders, rounded once.
+        error = (written[layer].values() - expected.values()).abs()
+        assert (error <= 1.01 * expected.rounding()).all()
+        assert (error == 0).float().mean() > 0.97
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -276,14 +271,9 @@ def test_int4_landmarks_of_a_prefill_and_of_the_page_just_filled(
     rule = rule_of(pairs, 2, dim, page)
     step = Step(device, lengths, (4, 2), dim, page, dtype, rule=rule)
     expected = step.landmarks
-    codes, scales, kept = expected
-    stale = Int4Landmarks(torch.full_like(codes, 99), torch.full_like(scales, 9.0), kept)
-    bulk, step.landmarks = stale, Int4Landmarks(*(tensor.clone() for tensor in stale))
-    nothing = torch.zeros_like(step.seq_lens)
-    arguments = {"page_size": page, "max_pages": max(step.pages)}
-    landmark.update_landmarks_bulk(
-        step.k, bulk, step.page_table, step.seq_lens, nothing, **arguments
-    )
+    kept = expected.pairs
+    bulk, step.landmarks = filled(expected, 9), filled(expected, 9)
+    prefill(step, bulk)
     step.select(12, 12, SelectLaunch(2, 8), update_landmark=True)
     full = [table[: n // page] for table, n in zip(step.page_table, lengths, strict=True)]
     last = [table[-1:] for table, n in zip(full, lengths, strict=True) if n and n % page == 0]
@@ -300,7 +290,7 @@ def test_int4_landmarks_of_a_prefill_and_of_the_page_just_filled(
         assert ((got - want).abs() <= 1.01 * expected.scales[index].float()[..., None]).all()
         others = torch.ones(len(expected.codes), dtype=torch.bool, device=device)
         others[index] = False
-        assert (written.codes[others] == 99).all() and (written.scales[others] == 9.0).all()
+        assert (written.codes[others] == 9).all() and (written.scales[others] == 9.0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -319,11 +309,7 @@ def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
     keys[table] = line[:, None].expand(-1, 16, -1).half()
     codes, scales, pairs = step.landmarks
     written = Int4Landmarks(torch.full_like(codes, 3), torch.full_like(scales, 3), pairs)
-    nothing = torch.zeros_like(step.seq_lens)
-    arguments = {"page_size": 16, "max_pages": 8}
-    landmark.update_landmarks_bulk(
-        step.k, written, step.page_table, step.seq_lens, nothing, **arguments
-    )
+    prefill(step, written)
     means = line.cpu().view(8, 1, 1, 64).expand(-1, -1, 4, -1)
     expected = Int4Landmarks.of(means, pairs.cpu())
     scales = written.scales[table].cpu()

@@ -44,7 +44,7 @@ class DevicePool:
     def prefill(self, step: TritonPagedDecode) -> None:
         before = (self.lengths - 1).clamp_min(1)
         step.plan_extend(self.rows, before, before.cpu())
-        step.update_landmarks(self.k, self.landmarks)
+        step.update_landmarks({0: self.k}, {0: self.landmarks})
 
     def decode(self, step: TritonPagedDecode) -> torch.Tensor:
         return step.decode(self.q, self.k, self.v, self.landmarks, 0, SCALE)

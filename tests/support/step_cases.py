@@ -172,7 +172,7 @@ class StepCase:
             )
             # Scoring a page before its landmarks are written would give NaN.
             landmarks[layer][0 if pairs is None else 1].fill_(torch.nan)
-            step.update_landmarks(pool.k, landmarks[layer])
+        step.update_landmarks(dict.fromkeys(landmarks, pool.k), landmarks)
         return landmarks
 
     def decode(self, step: "Step", landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:

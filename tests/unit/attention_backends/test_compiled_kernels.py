@@ -80,7 +80,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
         step.decode(q, pool, pool, landmarks, 0, 1.0)
         step.decode(q, pool, pool, None, 1, 1.0)
 
-    step.compile_prefill(pool, landmarks)
+    step.compile_prefill({0: pool}, {0: landmarks})
     step.reserve(max(BATCHES))
     for batch in BATCHES:
         decode(batch)
@@ -96,7 +96,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
         for requests in (1, 2, 3, 16, 17):
             lengths = torch.full((requests,), tokens)
             step.plan_extend(torch.zeros_like(lengths), lengths, lengths)
-            step.update_landmarks(pool, landmarks)
+            step.update_landmarks({0: pool}, {0: landmarks})
     # A batch that no graph holds runs in slices.
     for rest in BATCHES:
         decode(max(BATCHES) + rest)
