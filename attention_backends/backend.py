@@ -95,15 +95,15 @@ class SparrowAttnBackend(AttentionBackend):
             before it is scored.
         stock_layers: layers that the stock backend decodes.
         pair_variances: sums over prefill passes while a calibration measures; otherwise None.
-        dense_steps: whether steps are captured that the stock backend decodes in all layers.
-        dense_step: whether the captured step that is planned next is one; `DecodeGraphs` writes it.
+        dense_step: whether the stock backend decodes all layers of the step that is planned next;
+            `DecodeGraphs` writes it for captured steps.
         forced: whether decode steps are dense, whatever their lengths; None to go by them, as only
             captured steps do.
     """
 
-    dense_steps = dense_step = False
+    dense_step = False
     forced: bool | None = None
-    _dense_rows = _dense_tokens = 0
+    _dense_tokens = 0
 
     def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
         super().__init__()
@@ -178,10 +178,9 @@ class SparrowAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         # With lossless decoding SGLang calls this for verifications, then for drafts, for which the
         # dense side would allocate anew what captured graphs read.
-        fits = max_bs <= self._dense_rows and max_num_tokens <= self._dense_tokens
-        if not fits and (self.stock_layers or self.dense_steps or max_num_tokens > max_bs):
+        if max_num_tokens > self._dense_tokens:
             self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
-            self._dense_rows, self._dense_tokens = max_bs, max_num_tokens
+            self._dense_tokens = max_num_tokens
         # SGLang may round batches up past the number of requests that it admits.
         self.sparse.reserve(max_bs)
 

@@ -44,19 +44,12 @@ class DecodeGraphs(DecodeCudaGraphRunner):
 
     def __init__(self, model_runner: "ModelRunner", **arguments: Any) -> None:
         self._sparrow = sparrow_backend(model_runner)
-        self._sparrow.dense_steps = True
         super().__init__(model_runner, **arguments)
 
-    def capture_one_shape(
-        self,
-        size: int,
-        forward: Callable[..., Any],
-        stream_idx: int | None = None,
-        variant_label: str | None = None,
-        attention_variant: str | None = None,
-    ) -> None:
-        self._sparrow.dense_step = attention_variant == _DENSE
-        super().capture_one_shape(size, forward, stream_idx, variant_label, attention_variant)
+    def capture_one_shape(self, *arguments: Any) -> None:
+        *_, variant = arguments
+        self._sparrow.dense_step = variant == _DENSE
+        super().capture_one_shape(*arguments)
 
     def _resolve_attention_variant(self, forward_batch: ForwardBatch, capture_bs: int) -> str:
         dense = self._sparrow.forced

@@ -211,16 +211,13 @@ def reserve_decode_buffers(
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
     """AROUND hook: capture dense decode steps, too, or the verifications of our algorithm."""
-    if not uses_sparrow(runner.server_args) or runner.device != "cuda":
+    ours = uses_sparrow(runner.server_args) and runner.device == "cuda"
+    if not ours or installed_version() != LOCKED:
         return original(runner)
-    if runner.spec_algorithm.is_none():
-        if installed_version() != LOCKED:
-            return original(runner)
-        from sparrow_sglang.plugin.dense_steps import DecodeGraphs
+    if is_lossless(runner.server_args):
+        from sparrow_sglang.plugin.lossless.worker import VerifyGraphs
 
-        return DecodeGraphs
-    if not is_lossless(runner.server_args):
-        return original(runner)
-    from sparrow_sglang.plugin.lossless.worker import VerifyGraphs
+        return VerifyGraphs
+    from sparrow_sglang.plugin.dense_steps import DecodeGraphs
 
-    return VerifyGraphs
+    return DecodeGraphs

@@ -491,7 +491,7 @@ def test_graphs_of_verifications_refuse_drafts() -> None:
 
 def test_the_dense_side_allocates_for_verifications_only() -> None:
     backend = SparrowAttnBackend.__new__(SparrowAttnBackend)
-    backend.stock_layers, backend.dense, backend.sparse = (), mock.Mock(), mock.Mock()
+    backend.dense, backend.sparse = mock.Mock(), mock.Mock()
     backend.init_cuda_graph_state(8, 40)
     backend.init_cuda_graph_state(8, 8)
     backend.dense.init_cuda_graph_state.assert_called_once_with(8, 40)

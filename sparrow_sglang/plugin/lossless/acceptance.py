@@ -61,20 +61,13 @@ def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tenso
         info: temperatures [B, 1], top_ks, top_ps and min_ps [B], as SGLang has them: a greedy
             request has top_k 1.
     """
-    batch, columns = len(logits), logits.shape[-1]
-    flat = logits.reshape(-1, columns)
-    rows = len(flat) // batch
-
-    def per_row(values: torch.Tensor) -> torch.Tensor:
-        return values.reshape(-1, 1).expand(-1, rows).reshape(-1)
-
-    probs = torch.softmax(flat.float() / per_row(info.temperatures)[:, None], dim=-1)
+    flat = logits.reshape(-1, logits.shape[-1])
+    rows = len(flat) // len(logits)
+    probs = torch.softmax(flat.float() / info.temperatures.repeat_interleave(rows, 0), dim=-1)
     if _truncates(info):
-        probs = _truncated(
-            probs, per_row(info.top_ks), per_row(info.top_ps), per_row(info.min_ps), info
-        )
+        probs = _truncated(probs, info, rows)
     if info.is_any_greedy:
-        greedy = per_row(info.top_ks)[:, None] <= 1
+        greedy = info.top_ks.repeat_interleave(rows)[:, None] <= 1
         best = torch.zeros_like(probs).scatter_(1, flat.argmax(-1, keepdim=True), 1.0)
         probs = torch.where(greedy, best, probs)
     return probs.view(logits.shape)
@@ -87,17 +80,13 @@ def _truncates(info: "SamplingBatchInfo") -> bool:
     )
 
 
-def _truncated(
-    probs: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor,
-    info: "SamplingBatchInfo",
-) -> torch.Tensor:
-    """`probs` [R, V] after top-k, top-p and min-p, each defined as in SGLang's sampler.
+def _truncated(probs: torch.Tensor, info: "SamplingBatchInfo", rows: int) -> torch.Tensor:
+    """`probs` [B * rows, V] after top-k, top-p and min-p, each defined as in SGLang's sampler.
 
     Top-p counts the mass before truncation, except beside min-p in SGLang's sampler on a GPU.
     """
+    parameters = info.top_ks, info.top_ps, info.min_ps
+    top_ks, top_ps, min_ps = (values.repeat_interleave(rows) for values in parameters)
     if probs.is_cuda:
         from sgl_kernel import top_k_renorm_prob, top_p_renorm_prob
 

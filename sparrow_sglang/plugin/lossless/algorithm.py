@@ -23,16 +23,8 @@ class SparseDrafts(CustomSpecAlgo):
     def need_topk(self) -> bool:
         return False
 
-    def create_future_map(
-        self,
-        device: Any,
-        req_to_token_pool: Any,
-        needs_cpu_seq_lens: bool = True,
-        needs_confidence_relay: bool = False,
-    ) -> FutureMap:
-        return FutureMap(
-            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
-        )
+    def create_future_map(self, device: Any, req_to_token_pool: Any, **needs: bool) -> FutureMap:
+        return FutureMap(device, self, req_to_token_pool, **needs)
 
     def handle_server_args(self, server_args: Any) -> None:
         # SGLang counts the bonus token among the draft tokens.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 GAIN = 1.03
-"""The number of drafts changes only where tokens per second rise by this factor."""
+"""Rounds draft only where tokens per second rise by this factor."""
 PROBE_ROUNDS = 64
 PROBE_ACCEPTANCE = 0.97
 """While rounds draft nothing, one in PROBE_ROUNDS does, if drafts would pay at this acceptance."""
@@ -20,16 +20,15 @@ _PRIOR, _PRIOR_DRAFTS = 0.9, 16.0
 _DECAY = 0.9
 
 
-def best_drafts(seconds: Any, acceptance: float, current: int) -> int:
-    """The number of drafts with most tokens per second, or `current` if it is as good up to GAIN.
+def best_drafts(seconds: Any, acceptance: float) -> int:
+    """The number of drafts with most tokens per second (arXiv 2211.17192).
 
-    Args:
-        seconds: [most + 1], of a round with 0, 1, ... drafts.
-        acceptance: probability that a draft is accepted (arXiv 2211.17192).
+    `seconds` [most + 1] are those of rounds with 0, 1, ... drafts, each accepted with a probability
+    of `acceptance`.
     """
     rates = np.cumsum(acceptance ** np.arange(len(seconds))) / seconds
     best = int(rates.argmax())
-    return best if rates[best] > GAIN * rates[current] else current
+    return best if rates[best] > GAIN * rates[0] else 0
 
 
 class Costs:
@@ -51,7 +50,7 @@ class Costs:
         """From which lengths on drafts pay, in one line, by batch size."""
         starts = []
         for batch, (lengths, *_) in zip(self._batches, self._columns, strict=True):
-            paying = [n for n in lengths if best_drafts(self.at(batch, n), _TYPICAL, 0)]
+            paying = [n for n in lengths if best_drafts(self.at(batch, n), _TYPICAL)]
             start = f"from {int(paying[0]):,} tokens on" if paying else "at no length"
             starts.append(f"{start} ({batch})")
         return (
@@ -73,7 +72,7 @@ class Pace:
     """Chooses the drafts of each round, up to `most`; always `most` without `costs`."""
 
     def __init__(self, most: int) -> None:
-        self._most = self._drafts = most
+        self._most = most
         self.costs: Costs | None = None
         self._accepted = _PRIOR * _PRIOR_DRAFTS
         self._judged = _PRIOR_DRAFTS
@@ -91,12 +90,12 @@ class Pace:
         if self.costs is None:
             return self._most
         seconds = self.costs.at(batch, length)
-        self._drafts = best_drafts(seconds, self._accepted / self._judged, self._drafts)
-        self._undrafted = 0 if self._drafts else self._undrafted + 1
+        drafts = best_drafts(seconds, self._accepted / self._judged)
+        self._undrafted = 0 if drafts else self._undrafted + 1
         if self._undrafted < PROBE_ROUNDS:
-            return self._drafts
+            return drafts
         self._undrafted = 0
-        return best_drafts(seconds, PROBE_ACCEPTANCE, 0)
+        return best_drafts(seconds, PROBE_ACCEPTANCE)
 
     def observe(self, accepted: Sequence[int]) -> tuple[int, int]:
         """Take the drafts accepted of each request in the oldest round in flight.

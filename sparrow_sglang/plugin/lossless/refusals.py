@@ -1,7 +1,7 @@
 """What lossless decoding refuses: arguments, models, and fields of requests."""
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
 from sparrow_sglang.json_values import quoted
@@ -32,34 +32,18 @@ _ARGUMENTS = {
     "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:accepted_drafts"),
     "enable_deterministic_inference": (False, "drafts take no seed"),
     "enable_return_hidden_states": (False, "a round keeps none"),
-    "speculative_adaptive": (False, "the number of drafts is fixed"),
+    "speculative_adaptive": (False, "the number of drafts follows the load anyway"),
     "speculative_use_rejection_sampling": (False, "drafts are always verified so"),
 }
 
 
-class _Field(NamedTuple):
-    name: str
-    neutral: Any
-    why: str = "it changes the distribution after each token of a round"
-
-
-_SAMPLING = (
-    _Field("frequency_penalty", 0),
-    _Field("presence_penalty", 0),
-    _Field("repetition_penalty", 1),
-    _Field("min_new_tokens", 0),
-    _Field("logit_bias", None, "verification applies none"),
-    _Field("beam_width", None, "beams draft nothing"),
-    _Field("watermark", None, "verification applies none"),
-    *(_Field(name, None) for name in ("json_schema", "regex", "ebnf", "structural_tag")),
-)
-_REQUEST = (
-    _Field("custom_logit_processor", None, "verification applies none"),
-    _Field("return_hidden_states", False, "a round keeps none"),
-    _Field("return_sampling_mask", False, "a round keeps none"),
-    _Field("return_entropy", False, "a round keeps none"),
-    _Field("lora_id", None, "a round applies no adapter"),
-)
+# Fields of a request or its sampling parameters, with their neutral values.
+_FIELDS = {
+    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0},
+    **dict.fromkeys(("logit_bias", "beam_width", "watermark", "custom_logit_processor", "lora_id")),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag")),
+    **dict.fromkeys(("return_hidden_states", "return_sampling_mask", "return_entropy"), False),
+}
 
 
 def is_lossless(server_args: "ServerArgs") -> bool:
@@ -121,14 +105,13 @@ def require_lossless(request: "TokenizedGenerateReqInput", option: RequestOption
     """Raise `RequestError` if the request has a field that a round would not honour exactly."""
     if option is not None and option.report:
         raise RequestError("report=true with lossless decoding: tokens are dense; expected false")
-    for part, fields in ((request.sampling_params, _SAMPLING), (request, _REQUEST)):
-        for name, neutral, why in fields:
-            value = getattr(part, name, None)
-            if value is not None and value not in (neutral, {}):
-                default = ""
-                if name.endswith("_penalty"):
-                    default = "; --sampling-defaults openai ignores generation_config.json"
-                raise RequestError(
-                    f"{name}={quoted(value)} with lossless decoding: {why};"
-                    f" expected {neutral!r}{default}"
-                )
+    for name, neutral in _FIELDS.items():
+        value = getattr(request.sampling_params, name, getattr(request, name, None))
+        if value is not None and value not in (neutral, {}):
+            default = ""
+            if name.endswith("_penalty"):
+                default = "; --sampling-defaults openai ignores generation_config.json"
+            raise RequestError(
+                f"{name}={quoted(value)}: expected {neutral!r} with lossless decoding, whose"
+                f" rounds do not apply it{default}"
+            )

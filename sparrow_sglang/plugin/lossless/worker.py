@@ -69,16 +69,10 @@ class LosslessWorker(BaseSpecWorker):
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
-        self.server_args = server_args
-        self._target_worker = target_worker
-        self._draft_worker = None
-        self.model_runner = target_worker.model_runner
-        self.device = target_worker.device
-        self.speculative_num_draft_tokens = int(get_spec().speculative_num_draft_tokens)
-        self.speculative_num_steps = self.speculative_num_draft_tokens - 1
-        self.topk = 1
+        self._target_worker, self._draft_worker = target_worker, None
+        self._width = int(get_spec().speculative_num_draft_tokens)
         self._draft_graphs: Any = None
-        self._pace = Pace(self.speculative_num_steps)
+        self._pace = Pace(self._width - 1)
         is_first = get_parallel().tp_rank == 0
         self._counters: tuple[Any, ...] = ()
         if server_args.enable_metrics and is_first:
@@ -92,7 +86,7 @@ class LosslessWorker(BaseSpecWorker):
         self._forced = None if forced is None else float(forced)
         if self._forced is not None and is_first:
             announce(f"{FORCED_ACCEPTANCE}={forced}: ANSWERS ARE WRONG, for benchmarks only")
-        self._positions = torch.arange(self.speculative_num_draft_tokens, device=self.device)
+        self._positions = torch.arange(self._width, device=self.device)[:, None]
 
     def __getattr__(self, name: str) -> Any:
         # The scheduler takes this for the worker of the model.
@@ -120,9 +114,9 @@ class LosslessWorker(BaseSpecWorker):
         """Time rounds, so that they draft what pays; no request may run."""
         if self._draft_graphs is None:
             return
-        runner, most = self.model_runner, self.speculative_num_steps
+        runner, most = self.model_runner, self._width - 1
         largest = largest_batch(runner)
-        longest = runner.model_config.context_len - self.speculative_num_draft_tokens
+        longest = runner.model_config.context_len - self._width
         cases = [
             (batch, tokens)
             for batch in sorted({min(batch, largest) for batch in (1, 4, 16, 64, largest)})
@@ -141,9 +135,9 @@ class LosslessWorker(BaseSpecWorker):
             announce(costs.summary())
 
     def _seconds(self, batch_size: int, tokens: int, count: int) -> float:
-        """Of a round with `count` drafts."""
-        runner, width = self.model_runner, self.speculative_num_draft_tokens
-        with requests_in_pool(runner, batch_size, tokens, width) as rows:
+        """Of a round of greedy requests with `count` drafts."""
+        runner = self.model_runner
+        with requests_in_pool(runner, batch_size, tokens, self._width) as rows:
             lengths = torch.full_like(rows, tokens)
             needs_lengths = sparrow_backend(runner).needs_cpu_seq_lens
             batch: Any = SimpleNamespace(
@@ -154,12 +148,8 @@ class LosslessWorker(BaseSpecWorker):
                 return_logprob=False,
                 sampling_info=SimpleNamespace(
                     temperatures=torch.ones(batch_size, 1, device=self.device),
-                    top_ks=torch.full_like(rows, 1 << 30, dtype=torch.int32),
-                    is_all_greedy=False,
-                    is_any_greedy=False,
-                    need_top_k_sampling=False,
-                    need_top_p_sampling=False,
-                    need_min_p_sampling=False,
+                    top_ks=torch.ones_like(rows),
+                    is_all_greedy=True,
                 ),
             )
             return least_seconds(lambda: self._round(batch, count))
@@ -183,10 +173,10 @@ class LosslessWorker(BaseSpecWorker):
         self, batch: "ScheduleBatch", count: int, on_publish: Any = None
     ) -> GenerationBatchResult:
         """A round with `count` drafts."""
-        runner, width = self.model_runner, self.speculative_num_draft_tokens
+        runner, width = self.model_runner, self._width
         # The scheduler may change its lengths before this round has run.
         committed, rows = batch.seq_lens.clone(), batch.req_pool_indices
-        positions = committed.long() + self._positions[:, None]
+        positions = committed.long() + self._positions
         lengths = positions.to(committed.dtype) + 1
         slots = runner.req_to_token_pool.req_to_token[rows.long(), positions].long()
         latest = batch.spec_info.bonus_tokens.reshape(-1).long()
