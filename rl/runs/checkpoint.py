@@ -249,10 +249,11 @@ def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
     kept += bool(config.evaluation.every_steps)
     needed, free = max(1, kept - there) * each, shutil.disk_usage(folder).free
     if needed > free:
+        fewer = f"a lower checkpoint.keep than {config.checkpoint.keep}, or "
         raise InputError(
             f"run_dir={str(config.run_dir)!r}: {free / 2**30:.1f} GiB are free there, and"
-            f" checkpoints of {each / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected a"
-            f" lower checkpoint.keep than {config.checkpoint.keep}, or another disk"
+            f" checkpoints of {each / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected"
+            f" {fewer if config.checkpoint.keep > 1 else ''}another disk"
         )
 
 
