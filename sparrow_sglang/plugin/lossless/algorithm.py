@@ -27,6 +27,10 @@ class SparseDrafts(CustomSpecAlgo):
         return FutureMap(device, self, req_to_token_pool, **needs)
 
     def handle_server_args(self, server_args: Any) -> None:
+        if not uses_sparrow(server_args):
+            raise ValueError(
+                f"speculative_algorithm={LOSSLESS!r}: expected with --attention-backend {BACKEND}"
+            )
         # SGLang counts the bonus token among the draft tokens.
         width = server_args.speculative_num_draft_tokens or DEFAULT_DRAFTS + 1
         server_args.speculative_num_draft_tokens = width
@@ -34,23 +38,11 @@ class SparseDrafts(CustomSpecAlgo):
         server_args.speculative_eagle_topk = 1
 
 
-def _require_backend(server_args: Any) -> None:
-    if not uses_sparrow(server_args):
-        raise ValueError(
-            f"speculative_algorithm={LOSSLESS!r}: expected with --attention-backend {BACKEND}"
-        )
-
-
 def register() -> None:
     if get_spec(LOSSLESS) is not None:
         return
 
-    @SpeculativeAlgorithm.register(
-        LOSSLESS,
-        supports_overlap=True,
-        validate_server_args=_require_backend,
-        spec_class=SparseDrafts,
-    )
+    @SpeculativeAlgorithm.register(LOSSLESS, supports_overlap=True, spec_class=SparseDrafts)
     def worker(server_args: Any) -> type:
         from sparrow_sglang.plugin.lossless.worker import LosslessWorker
 

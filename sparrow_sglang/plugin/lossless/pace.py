@@ -82,20 +82,16 @@ class Pace:
 
     def next_round(self, batch: int, length: float) -> int:
         """Drafts of the next round, of requests with a mean of `length` tokens."""
-        drafts = self._choose(batch, length)
+        drafts = self._most
+        if self.costs is not None:
+            seconds = self.costs.at(batch, length)
+            drafts = best_drafts(seconds, self._accepted / self._judged)
+            self._undrafted = 0 if drafts else self._undrafted + 1
+            if self._undrafted == PROBE_ROUNDS:
+                self._undrafted = 0
+                drafts = best_drafts(seconds, PROBE_ACCEPTANCE)
         self._in_flight.append(drafts)
         return drafts
-
-    def _choose(self, batch: int, length: float) -> int:
-        if self.costs is None:
-            return self._most
-        seconds = self.costs.at(batch, length)
-        drafts = best_drafts(seconds, self._accepted / self._judged)
-        self._undrafted = 0 if drafts else self._undrafted + 1
-        if self._undrafted < PROBE_ROUNDS:
-            return drafts
-        self._undrafted = 0
-        return best_drafts(seconds, PROBE_ACCEPTANCE)
 
     def observe(self, accepted: Sequence[int]) -> tuple[int, int]:
         """Take the drafts accepted of each request in the oldest round in flight.

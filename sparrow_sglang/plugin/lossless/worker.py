@@ -23,18 +23,18 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin.dense_steps import (
-    DecodeGraphs,
+from sparrow_sglang.plugin.dense_steps import DecodeGraphs
+from sparrow_sglang.plugin.lossless import acceptance
+from sparrow_sglang.plugin.lossless.algorithm import RoundState
+from sparrow_sglang.plugin.lossless.pace import Costs, Pace
+from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
+from sparrow_sglang.plugin.passes import (
     largest_batch,
     least_seconds,
     requests_in_pool,
     run_pass,
     timed_lengths,
 )
-from sparrow_sglang.plugin.lossless import acceptance
-from sparrow_sglang.plugin.lossless.algorithm import RoundState
-from sparrow_sglang.plugin.lossless.pace import Costs, Pace
-from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
