@@ -78,7 +78,7 @@ def measure_dense_tokens(runner: "ModelRunner") -> int:
     batch = min(16, largest_batch(runner))
     lengths = [
         tokens
-        for tokens in timed_lengths(runner, batch, model.context_len)
+        for tokens in timed_lengths(runner, batch, model.context_len - 1)
         if tokens >= schedule.first_sparse_length()
     ]
     ratios = [_sparse_to_dense(runner, batch, tokens) for tokens in lengths]

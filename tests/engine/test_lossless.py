@@ -53,6 +53,13 @@ def require_whole_pool(scheduler: Any) -> None:
 
 
 def measure(worker: Any) -> None:
+    """As on a GPU, with a clock that stands still."""
+    with (
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(torch.cuda, "Event", lambda **_: mock.Mock(elapsed_time=lambda _: 1.0)),
+    ):
+        for count in (0, 1, 4):
+            worker._seconds(2, 128, count)
     worker.measured = sparrow_backend(worker.model_runner).schedule
 
 
@@ -223,13 +230,18 @@ def test_an_answer_goes_on_after_a_pause(lossless: Any, stock: Any, mode: str) -
 def test_drafts_follow_another_schedule(
     lossless: Any, stock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rounds are timed anew."""
+    """Its rounds are timed anew, which leaves the prefix cache as it is."""
     monkeypatch.setattr(lossless.tokenizer_manager.sparrow, "measures_dense", True)
     fields = {"input_ids": random_prompt(48, 200), "sampling_params": greedy(50)}
     expected = stock.generate(**fields)["output_ids"]
+    # Every row of the token table holds the cached prompt.
+    lossless.generate(**fields | {"sampling_params": greedy(9, n=8)})
     before = set_schedule(lossless, "fixed-128")
     lossless.collective_rpc("require_measured")
-    assert lossless.generate(**fields)["output_ids"] == expected
+    checked = lossless.tokenizer_manager.sparrow.calls["landmarks"]()
+    assert lossless.loop.run_until_complete(checked)
+    answer = lossless.generate(**fields)
+    assert answer["output_ids"] == expected and answer["meta_info"]["cached_tokens"] >= 192
     set_schedule(lossless, before)
 
 

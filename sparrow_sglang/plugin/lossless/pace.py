@@ -12,9 +12,8 @@ import numpy as np
 GAIN = 1.03
 """Rounds draft only where tokens per second rise by this factor."""
 PROBE_ROUNDS = 64
-PROBE_ACCEPTANCE = 0.97
+GOOD_ACCEPTANCE = 0.97
 """While rounds draft nothing, one in PROBE_ROUNDS does, if drafts would pay at this acceptance."""
-_TYPICAL = 0.95
 # Until measured, the acceptance of a draft, counted as so many drafts.
 _PRIOR, _PRIOR_DRAFTS = 0.9, 16.0
 _DECAY = 0.9
@@ -50,12 +49,12 @@ class Costs:
         """From which lengths on drafts pay, in one line, by batch size."""
         starts = []
         for batch, (lengths, *_) in zip(self._batches, self._columns, strict=True):
-            paying = [n for n in lengths if best_drafts(self.at(batch, n), _TYPICAL)]
+            paying = [n for n in lengths if best_drafts(self.at(batch, n), GOOD_ACCEPTANCE)]
             start = f"from {int(paying[0]):,} tokens on" if paying else "at no length"
             starts.append(f"{start} ({batch})")
         return (
             f"rounds draft up to {self._most} tokens where that pays: at an acceptance of"
-            f" {_TYPICAL} {', '.join(starts)}, by batch size"
+            f" {GOOD_ACCEPTANCE} {', '.join(starts)}, by batch size"
         )
 
     def at(self, batch: float, length: float) -> Any:
@@ -89,7 +88,7 @@ class Pace:
             self._undrafted = 0 if drafts else self._undrafted + 1
             if self._undrafted == PROBE_ROUNDS:
                 self._undrafted = 0
-                drafts = best_drafts(seconds, PROBE_ACCEPTANCE)
+                drafts = best_drafts(seconds, GOOD_ACCEPTANCE)
         self._in_flight.append(drafts)
         return drafts
 

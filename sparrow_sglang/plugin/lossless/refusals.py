@@ -32,8 +32,6 @@ _ARGUMENTS = {
     "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:accepted_drafts"),
     "enable_deterministic_inference": (False, "drafts take no seed"),
     "enable_return_hidden_states": (False, "a round keeps none"),
-    "speculative_adaptive": (False, "the number of drafts follows the load anyway"),
-    "speculative_use_rejection_sampling": (False, "drafts are always verified so"),
 }
 
 

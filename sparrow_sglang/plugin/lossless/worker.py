@@ -150,6 +150,7 @@ class LosslessWorker(BaseSpecWorker):
                     temperatures=torch.ones(batch_size, 1, device=self.device),
                     top_ks=torch.ones_like(rows),
                     is_all_greedy=True,
+                    is_any_greedy=True,
                 ),
             )
             return least_seconds(lambda: self._round(batch, count))
