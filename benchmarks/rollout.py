@@ -55,26 +55,22 @@ DESCRIPTION = """\
 Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
 exactly as many tokens as its length says, until the last one is done. Reports seconds to the first
 token and to the last one, tokens/s, and the generated tokens and running sequences at each second.
-With --turns, each response is split into so many turns, and each further turn is a new request with
-all before it and a message as its prompt. Weights are random (nothing is downloaded) unless
---model-path names a model.
+Weights are random (nothing is downloaded) unless --model-path names a model.
 """
 EXAMPLES = """\
   sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
   sparrow bench rollout --sequences 128 --mean-tokens 10000 --out rollout.json
   sparrow bench rollout --drafts 8            lossless decoding
-  sparrow bench rollout --turns 8             conversations of eight turns
   sparrow bench rollout --model qwen3-8b --sequences 32
 """
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence: its prompt's token ids, the tokens of each turn, and those of each message."""
+    """One sequence: its prompt's token ids, and how many tokens it generates."""
 
     prompt: list[int]
-    turns: list[int]
-    message: list[int]
+    new_tokens: int
 
 
 @dataclass
@@ -82,16 +78,11 @@ class Progress:
     """What has been seen of each request, in seconds since the start.
 
     `ended_s` is None while it runs. `first_token_s` are the times of first tokens, in their order.
-    `turn_waits_s` holds the seconds to the first token of each further turn, `turn_cached` and
-    `turn_prefilled` the tokens of its prompt found in the prefix cache, and the others.
     """
 
     tokens: list[int]
     ended_s: list[float | None]
     first_token_s: list[float] = field(default_factory=list)
-    turn_waits_s: list[float] = field(default_factory=list)
-    turn_cached: list[int] = field(default_factory=list)
-    turn_prefilled: list[int] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self, seconds: float) -> None:
@@ -143,30 +134,20 @@ def request_lengths(options: argparse.Namespace) -> list[int]:
     """Response lengths in tokens, cut off at --max-tokens; raises `ValueError`."""
     if options.sequences % GROUP:
         raise ValueError(f"--sequences {options.sequences}: expected a multiple of {GROUP}")
-    lengths = synthetic_lengths(
+    return synthetic_lengths(
         options.sequences, options.mean_tokens, options.max_tokens, options.seed
     )
-    if min(lengths) < options.turns:
-        raise ValueError(f"--turns {options.turns}: expected at most {min(lengths)}, one a token")
-    return lengths
 
 
 def make_requests(
-    lengths: Sequence[int], options: argparse.Namespace, vocab_size: int, seed: int
+    lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed: int
 ) -> list[Request]:
-    """A request per length; each eight consecutive ones share a random prompt.
-
-    Tokens are shared out evenly among the turns.
-    """
+    """A request per length; each eight consecutive ones share a random prompt."""
     draw = random.Random(seed)
     requests: list[Request] = []
     for start in range(0, len(lengths), GROUP):
-        prompt = draw.choices(range(vocab_size), k=options.prompt_tokens)
-        for length in lengths[start : start + GROUP]:
-            each, rest = divmod(length, options.turns)
-            turns = [each + (turn < rest) for turn in range(options.turns)]
-            message = draw.choices(range(vocab_size), k=options.message_tokens)
-            requests.append(Request(prompt, turns, message))
+        prompt = draw.choices(range(vocab_size), k=prompt_tokens)
+        requests += [Request(prompt, length) for length in lengths[start : start + GROUP]]
     return requests
 
 
@@ -180,9 +161,8 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
     progress = Progress([0] * number, [None] * number)
     seconds: float = engine.loop.run_until_complete(_replay(engine, requests, progress))
     output_tokens = sum(progress.tokens)
-    measured = {
+    return {
         "sequences": number,
-        "turns": len(requests[0].turns),
         "prompt_tokens": sum(len(request.prompt) for request in requests),
         "output_tokens": output_tokens,
         "longest": max(progress.tokens),
@@ -190,25 +170,13 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
         "first_token_last_s": max(progress.first_token_s),
         "seconds": seconds,
         "tokens_per_s": output_tokens / seconds,
+        "ended_s": progress.ended_s,
+        "curve": progress.curve,
     }
-    if progress.turn_waits_s:
-        measured |= {
-            "turn_first_token_median_s": median(progress.turn_waits_s),
-            "turn_cached_tokens_mean": fmean(progress.turn_cached),
-            "turn_prefilled_tokens_mean": fmean(progress.turn_prefilled),
-        }
-    return measured | {"ended_s": progress.ended_s, "curve": progress.curve}
 
 
 async def _replay(engine: Any, requests: Sequence[Request], progress: Progress) -> float:
     start = time.perf_counter()
-
-    async def follow(index: int, request: Request) -> None:
-        context = list(request.prompt)
-        for turn, new_tokens in enumerate(request.turns):
-            context += request.message if turn else []
-            context += await _turn(engine, context, new_tokens, index, turn, start, progress)
-        progress.ended_s[index] = time.perf_counter() - start
 
     async def watch() -> None:
         for number in itertools.count(1):
@@ -217,7 +185,9 @@ async def _replay(engine: Any, requests: Sequence[Request], progress: Progress) 
 
     watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.gather(*(follow(*each) for each in enumerate(requests)))
+        await asyncio.gather(
+            *(_follow(engine, *each, start, progress) for each in enumerate(requests))
+        )
     finally:
         watcher.cancel()
     seconds = time.perf_counter() - start
@@ -225,46 +195,30 @@ async def _replay(engine: Any, requests: Sequence[Request], progress: Progress) 
     return seconds
 
 
-async def _turn(
-    engine: Any,
-    context: list[int],
-    new_tokens: int,
-    index: int,
-    turn: int,
-    start: float,
-    progress: Progress,
-) -> list[int]:
-    sent, before = time.perf_counter(), progress.tokens[index]
+async def _follow(
+    engine: Any, index: int, request: Request, start: float, progress: Progress
+) -> None:
     parts = await engine.async_generate(
-        input_ids=context,
+        input_ids=request.prompt,
         sampling_params={
-            "max_new_tokens": new_tokens,
+            "max_new_tokens": request.new_tokens,
             "ignore_eos": True,
             "temperature": 1.0,
             "stream_interval": STREAM_INTERVAL,
         },
         stream=True,
     )
-    ids: list[int] = []
     reason = None
     async for part in parts:
-        about = part["meta_info"]
-        if not ids:
-            now = time.perf_counter()
-            if turn:
-                progress.turn_waits_s.append(now - sent)
-                progress.turn_cached.append(about["cached_tokens"])
-                progress.turn_prefilled.append(len(context) - about["cached_tokens"])
-            else:
-                progress.first_token_s.append(now - start)
-        ids += part["output_ids"]
-        progress.tokens[index] = before + len(ids)
-        reason = about["finish_reason"]
-    if len(ids) != new_tokens:
+        if not progress.tokens[index]:
+            progress.first_token_s.append(time.perf_counter() - start)
+        progress.tokens[index] += len(part["output_ids"])
+        reason = part["meta_info"]["finish_reason"]
+    if (tokens := progress.tokens[index]) != request.new_tokens:
         raise RuntimeError(
-            f"sequence {index} ended with {len(ids)} tokens instead of {new_tokens}: {reason}"
+            f"sequence {index} ended with {tokens} tokens instead of {request.new_tokens}: {reason}"
         )
-    return ids
+    progress.ended_s[index] = time.perf_counter() - start
 
 
 def engine_defaults(
@@ -278,10 +232,7 @@ def engine_defaults(
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
     # On a CPU, float32 is the fast path of plain torch. The KV pool has room for all sequences.
-    room = sum(
-        len(each.prompt) + sum(each.turns) + len(each.turns) * len(each.message) + 2 * PAGE_SIZE
-        for each in requests
-    )
+    room = sum(len(each.prompt) + each.new_tokens + 2 * PAGE_SIZE for each in requests)
     return arguments | {"dtype": "float32", "max_total_tokens": room}
 
 
@@ -289,16 +240,15 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> N
     import sglang
     import torch
 
-    vocab_size = compared.config["vocab_size"]
-    requests = make_requests(request_lengths(options), options, vocab_size, options.seed)
+    prompt_tokens, vocab_size = options.prompt_tokens, compared.config["vocab_size"]
+    requests = make_requests(request_lengths(options), prompt_tokens, vocab_size, options.seed)
     defaults = engine_defaults(compared, side, requests, torch.cuda.is_available())
     forced: AbstractContextManager[None] = nullcontext()
     if side.drafts and not compared.has_weights:
         forced = exported(FORCED_ACCEPTANCE, str(options.acceptance_rate))
     with forced, sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
         served = backend_of(engine) if side.backend == STOCK else side.backend
-        warm_up = [max(32, options.turns)] * GROUP
-        replay(engine, make_requests(warm_up, options, vocab_size, options.seed + 1))
+        replay(engine, make_requests([32] * GROUP, prompt_tokens, vocab_size, options.seed + 1))
         measured = replay(engine, requests)
     row = {"model": compared.model, "backend": served, "schedule": side.schedule} | measured
     if side.drafts:
@@ -308,18 +258,11 @@ def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> N
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    text = (
+    return (
         f"first token {row['first_token_median_s']:.2f} s (median),"
         f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
         f" {row['tokens_per_s']:,.0f} tokens/s"
     )
-    if "turn_first_token_median_s" in row:
-        text += (
-            f"; further turns: first token {row['turn_first_token_median_s']:.2f} s (median),"
-            f" {row['turn_prefilled_tokens_mean']:,.0f} tokens prefilled,"
-            f" {row['turn_cached_tokens_mean']:,.0f} cached (means)"
-        )
-    return text
 
 
 def compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
@@ -343,8 +286,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--mean-tokens", type=count, default=8192, help="mean of the log-normal lengths")
     add("--max-tokens", type=count, default=32768, help="longer lengths are cut off there")
     add("--prompt-tokens", type=count, default=256, help="tokens per prompt")
-    add("--turns", type=count, default=1, help="turns of a sequence")
-    add("--message-tokens", type=count, default=64, help="tokens between two turns")
     add("--seed", type=int, default=0, help="seed of prompts and order")
     add_draft_options(parser, several=False)
     add_engine_arguments(parser)
@@ -359,8 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         compared = comparison(options)
         arguments, positions = engine_arguments(options.engine_args), "max_position_embeddings"
         context = arguments.get("context_length") or compared.config[positions]
-        messages = (options.turns - 1) * options.message_tokens
-        longest = options.prompt_tokens + max(lengths) + messages
+        longest = options.prompt_tokens + max(lengths)
         if longest >= context:
             raise ValueError(
                 f"sequences of {longest} tokens do not fit into the model's context of {context}"

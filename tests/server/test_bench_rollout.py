@@ -1,6 +1,5 @@
 """`sparrow bench rollout`: the replay on real engines, and the command."""
 
-import argparse
 import asyncio
 from typing import Any
 
@@ -22,8 +21,7 @@ def test_every_sequence_runs_to_its_own_length(
 ) -> None:
     monkeypatch.setattr("sparrow_sglang.benchmarks.rollout.SAMPLE_S", 0.05)
     lengths = [1, 200, 17, 64, 3, 90, 16, 40]
-    options = argparse.Namespace(prompt_tokens=40, turns=1, message_tokens=0)
-    requests = make_requests(lengths, options, vocab_size=256, seed=0)
+    requests = make_requests(lengths, prompt_tokens=40, vocab_size=256, seed=0)
     with start_engine(
         tiny_qwen3,
         attention_backend="sparrow",
@@ -34,7 +32,7 @@ def test_every_sequence_runs_to_its_own_length(
         result = replay(engine, requests)
         engine.loop.create_task(abort_once_running(engine.tokenizer_manager))
         with pytest.raises(RuntimeError, match=r"sequence 0 ended with \d+ tokens instead of 4000"):
-            replay(engine, [Request(requests[0].prompt, [4000], [])])
+            replay(engine, [Request(requests[0].prompt, 4000)])
     assert (result["sequences"], result["prompt_tokens"]) == (8, 320)
     assert (result["output_tokens"], result["longest"]) == (sum(lengths), 200)
     assert result["tokens_per_s"] == pytest.approx(sum(lengths) / result["seconds"])
