@@ -14,13 +14,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.hf_config import partial_layers
-from sparrow_sglang.plugin.passes import (
-    largest_batch,
-    least_seconds,
-    requests_in_pool,
-    run_pass,
-    timed_lengths,
-)
+from sparrow_sglang.plugin import passes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -75,10 +69,10 @@ def measure_dense_tokens(runner: "ModelRunner") -> int:
         return 0
     schedule = sparrow_backend(runner).schedule
     # A loss at small batches is of a few percent, the gain at large ones a multiple.
-    batch = min(16, largest_batch(runner))
+    batch = min(16, passes.largest_batch(runner))
     lengths = [
         tokens
-        for tokens in timed_lengths(runner, batch, model.context_len - 1)
+        for tokens in passes.timed_lengths(runner, batch, model.context_len - 1)
         if tokens >= schedule.first_sparse_length()
     ]
     ratios = [_sparse_to_dense(runner, batch, tokens) for tokens in lengths]
@@ -98,7 +92,7 @@ def crossover(lengths: list[int], ratios: list[float]) -> int:
 
 def _sparse_to_dense(runner: "ModelRunner", batch: int, tokens: int) -> float:
     backend = sparrow_backend(runner)
-    with requests_in_pool(runner, batch, tokens, 1) as rows:
+    with passes.requests_in_pool(runner, batch, tokens, 1) as rows:
         zeros, positions = torch.zeros_like(rows), torch.full_like(rows, tokens)
         lengths = positions + 1
         step = rows, lengths, lengths.cpu(), zeros, positions, zeros
@@ -106,7 +100,7 @@ def _sparse_to_dense(runner: "ModelRunner", batch: int, tokens: int) -> float:
         def seconds(dense: bool) -> float:
             backend.forced = dense
             try:
-                return least_seconds(lambda: run_pass(runner, *step))
+                return passes.least_seconds(lambda: passes.run(runner, *step))
             finally:
                 backend.forced = None
 

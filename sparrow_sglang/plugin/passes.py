@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -16,7 +16,6 @@ from sparrow_sglang.attention_backends.backend import sparrow_backend
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
-    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 _SHORTEST = 1024
 _RUNS = 4
@@ -72,7 +71,19 @@ def least_seconds(run: Callable[[], object]) -> float:
     return min(start.elapsed_time(end) for start, end in pairwise(events)) / 1000
 
 
-def run_pass(
+def verify_input(width: int, positions: torch.Tensor) -> Any:
+    """What SGLang's attention backends read of a verification of `width` tokens in sequence."""
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+    return DFlashVerifyInput(
+        draft_token=None,
+        positions=positions,
+        draft_token_num=width,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+
+
+def run(
     runner: "ModelRunner",
     rows: torch.Tensor,
     lengths: torch.Tensor,
@@ -80,9 +91,8 @@ def run_pass(
     tokens: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    verified: "DFlashVerifyInput | None" = None,
 ) -> "ModelRunnerOutput":
-    """Run a decode step, or a verification, without sampling.
+    """Run a decode step, or a verification of `width` tokens each, without sampling.
 
     Args:
         rows: [B], of the token table.
@@ -90,8 +100,10 @@ def run_pass(
         lengths_cpu: the same on the host, unless the dense side needs none there.
         tokens, positions, slots: [B], or [B * width], of the new tokens.
     """
+    width = len(tokens) // len(rows)
+    verifies = width > 1
     forward_batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE if verified is None else ForwardMode.TARGET_VERIFY,
+        forward_mode=ForwardMode.TARGET_VERIFY if verifies else ForwardMode.DECODE,
         batch_size=len(rows),
         input_ids=tokens,
         req_pool_indices=rows,
@@ -101,14 +113,13 @@ def run_pass(
         orig_seq_lens=lengths,
         positions=positions,
         spec_algorithm=runner.spec_algorithm,
-        spec_info=verified,
+        spec_info=verify_input(width, positions) if verifies else None,
         capture_hidden_mode=CaptureHiddenMode.NULL,
         return_hidden_states_before_norm=False,
     )
     if lengths_cpu is not None:
         # FlashInfer plans a verification by lengths with, and the sum without its tokens.
         forward_batch.seq_lens_sum = int(lengths_cpu.sum())
-        width = 0 if verified is None else verified.draft_token_num
-        forward_batch.seq_lens_cpu = lengths_cpu + width
+        forward_batch.seq_lens_cpu = lengths_cpu + (width if verifies else 0)
     runner.kv_index_translator.bind_own_plan(forward_batch)
     return runner.forward(forward_batch)

@@ -37,10 +37,7 @@ class Outcome(NamedTuple):
         return self._replace(accepted=(chance < rate).long().cumprod(1).sum(1))
 
     def output(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, rows] of verified `tokens` [B, rows], of which the first is the latest token.
-
-        Accepted drafts, the bonus token, then tokens to ignore.
-        """
+        """Accepted drafts, the bonus token and tokens to ignore, [B, rows] as `tokens` verified."""
         return tokens.roll(-1, 1).scatter_(1, self.accepted[:, None], self.bonus[:, None])
 
 

@@ -73,15 +73,13 @@ class RoundState(SpecInput):
         self.num_tokens_per_req = self.num_tokens_for_logprob_per_req = 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: Any = None) -> None:
-        if self.future_indices is not None:
-            self.future_indices = self.future_indices[new_indices]
-        else:
-            self.bonus_tokens = self.bonus_tokens[new_indices]
-            self.new_seq_lens = self.new_seq_lens[new_indices]
+        for name in self._carried():
+            setattr(self, name, getattr(self, name)[new_indices])
 
     def merge_batch(self, other: "RoundState") -> None:
-        if self.future_indices is not None and other.future_indices is not None:
-            self.future_indices = torch.cat([self.future_indices, other.future_indices])
-        else:
-            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
-            self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+        for name in self._carried():
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+
+    def _carried(self) -> tuple[str, ...]:
+        in_flight = self.future_indices is not None
+        return ("future_indices",) if in_flight else ("bonus_tokens", "new_seq_lens")

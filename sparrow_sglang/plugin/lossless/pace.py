@@ -73,8 +73,7 @@ class Pace:
     def __init__(self, most: int) -> None:
         self._most = most
         self.costs: Costs | None = None
-        self._accepted = _PRIOR * _PRIOR_DRAFTS
-        self._judged = _PRIOR_DRAFTS
+        self._accepted, self._judged = _PRIOR * _PRIOR_DRAFTS, _PRIOR_DRAFTS
         self._undrafted = 0
         # Drafts of the rounds whose outcome is not on the host yet.
         self._in_flight: deque[int] = deque()
@@ -85,9 +84,8 @@ class Pace:
         if self.costs is not None:
             seconds = self.costs.at(batch, length)
             drafts = best_drafts(seconds, self._accepted / self._judged)
-            self._undrafted = 0 if drafts else self._undrafted + 1
+            self._undrafted = 0 if drafts else self._undrafted % PROBE_ROUNDS + 1
             if self._undrafted == PROBE_ROUNDS:
-                self._undrafted = 0
                 drafts = best_drafts(seconds, GOOD_ACCEPTANCE)
         self._in_flight.append(drafts)
         return drafts

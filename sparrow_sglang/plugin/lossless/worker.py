@@ -1,9 +1,4 @@
-"""The worker of lossless decoding: a round of drafts and their verification.
-
-With C tokens committed, whose KV is in the pool, and the bonus token after them: sparse decode
-steps at positions C to C + k - 1 draft k tokens, then one dense pass over the bonus token and the
-drafts, at positions C to C + k, replaces the KV that they wrote. So committed KV is always dense.
-"""
+"""The worker of lossless decoding: rounds as docs/lossless.md describes them, and their timing."""
 
 import os
 from collections.abc import Iterator
@@ -15,47 +10,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
+from sparrow_sglang.plugin import passes
 from sparrow_sglang.plugin.dense_steps import DecodeGraphs
 from sparrow_sglang.plugin.lossless import acceptance
 from sparrow_sglang.plugin.lossless.algorithm import RoundState
 from sparrow_sglang.plugin.lossless.pace import Costs, Pace
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
-from sparrow_sglang.plugin.passes import (
-    largest_batch,
-    least_seconds,
-    requests_in_pool,
-    run_pass,
-    timed_lengths,
-)
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
-def _verify_input(width: int, positions: torch.Tensor) -> DFlashVerifyInput:
-    """What SGLang's attention backends read of a verification of `width` tokens in sequence."""
-    return DFlashVerifyInput(
-        draft_token=None,
-        positions=positions,
-        draft_token_num=width,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-    )
-
-
 class VerifyGraphs(DecodeCudaGraphRunner):
     """Captures verifications, whose `spec_info` SGLang does not know."""
 
-    def get_spec_info(self, num_tokens: int) -> DFlashVerifyInput:
-        return _verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
+    def get_spec_info(self, num_tokens: int) -> Any:
+        return passes.verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
         # SGLang compares widths only where there is a `spec_info`, which a draft has not. Replayed
@@ -115,12 +93,12 @@ class LosslessWorker(BaseSpecWorker):
         if self._draft_graphs is None:
             return
         runner, most = self.model_runner, self._width - 1
-        largest = largest_batch(runner)
+        largest = passes.largest_batch(runner)
         longest = runner.model_config.context_len - self._width
         cases = [
             (batch, tokens)
             for batch in sorted({min(batch, largest) for batch in (1, 4, 16, 64, largest)})
-            for tokens in islice(timed_lengths(runner, batch, longest), 0, None, 2)
+            for tokens in islice(passes.timed_lengths(runner, batch, longest), 0, None, 2)
         ]
         if not cases:
             return
@@ -137,13 +115,12 @@ class LosslessWorker(BaseSpecWorker):
     def _seconds(self, batch_size: int, tokens: int, count: int) -> float:
         """Of a round of greedy requests with `count` drafts."""
         runner = self.model_runner
-        with requests_in_pool(runner, batch_size, tokens, self._width) as rows:
+        with passes.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
             lengths = torch.full_like(rows, tokens)
-            needs_lengths = sparrow_backend(runner).needs_cpu_seq_lens
             batch: Any = SimpleNamespace(
                 req_pool_indices=rows,
                 seq_lens=lengths,
-                seq_lens_cpu=lengths.cpu() if needs_lengths else None,
+                seq_lens_cpu=lengths.cpu() if sparrow_backend(runner).needs_cpu_seq_lens else None,
                 spec_info=RoundState(torch.zeros_like(rows), lengths),
                 return_logprob=False,
                 sampling_info=SimpleNamespace(
@@ -153,7 +130,7 @@ class LosslessWorker(BaseSpecWorker):
                     is_any_greedy=True,
                 ),
             )
-            return least_seconds(lambda: self._round(batch, count))
+            return passes.least_seconds(lambda: self._round(batch, count))
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
@@ -189,7 +166,7 @@ class LosslessWorker(BaseSpecWorker):
             """The decode step after the latest token and `number` drafts."""
             on_host = None if known is None else known + number + 1
             token, position, slot = drafts.tokens[number], positions[number], slots[number]
-            return run_pass(runner, rows, lengths[number], on_host, token, position, slot)
+            return passes.run(runner, rows, lengths[number], on_host, token, position, slot)
 
         with self._drafting():
             for number in range(count):
@@ -198,9 +175,8 @@ class LosslessWorker(BaseSpecWorker):
                 # In place, so that all ranks verify the same drafts.
                 self._of_first_rank(draft)
         if count:
-            tokens, places, slots = (x.T.reshape(-1) for x in (drafts.tokens, positions, slots))
-            verified = _verify_input(width, places)
-            result = run_pass(runner, rows, committed, known, tokens, places, slots, verified)
+            flat = [tensor.T.reshape(-1) for tensor in (drafts.tokens, positions, slots)]
+            result = passes.run(runner, rows, committed, known, *flat)
         else:
             with self._drafting(dense=True):
                 result = decode(0)
