@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,27 +273,3 @@ def measure_sides(
             break
     rows: Sequence[Mapping[str, Any]] = read_result(options.out)["rows"]
     return rows
-
-
-def median_s(launch: Callable[[], object], repeats: int, warm_up: int = 3) -> float:
-    """Median device time of a launch in seconds, after `warm_up` launches that are not counted."""
-    import torch
-
-    times = []
-    for _ in range(repeats + warm_up):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        launch()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[warm_up:])
-
-
-def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:
-    """Device-to-device copy bandwidth in bytes/s, bytes read plus bytes written."""
-    import torch
-
-    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").random_(0, 255)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_s(lambda: target.copy_(source), repeats)

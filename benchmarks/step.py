@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
@@ -29,7 +30,6 @@ from sparrow_sglang.benchmarks.common import (
     backend_of,
     begin,
     bench_parser,
-    copy_bandwidth,
     engine_settings,
     in_fresh_process,
     known_models,
@@ -69,38 +69,22 @@ EXAMPLES = """\
   sparrow bench step --engine-args '{"kv_cache_dtype": "fp8_e4m3"}'
   sparrow bench step --engine-args '{"quantization": "fp8"}'
   sparrow bench step --schedules drafts --drafts 8 12      lossless decoding
-  sparrow bench step --cases fill:1024-32768:900000        sequences of mixed length in a full pool
-"""
-CASES = """\
-BATCHxLENGTH: BATCH sequences of LENGTH cached tokens; fill:LOW-HIGH:TOKENS: as many sequences, of
-random length from LOW to HIGH, as fit into TOKENS cached tokens
 """
 
 
 def batch_lengths(case: str) -> list[int]:
-    """Sequence lengths of a case: `BATCHxLENGTH`, or `fill:LOW-HIGH:TOKENS` drawn uniformly.
+    """Sequence lengths of a case `BATCHxLENGTH`.
 
     Raises `ValueError` on another form, and on lengths at which a step cannot be timed.
     """
-    same = re.fullmatch(r"(\d+)x(\d+)", case, re.ASCII)
-    mixed = re.fullmatch(r"fill:(\d+)-(\d+):(\d+)", case, re.ASCII)
-    if same:
-        batch, low = (int(number) for number in same.groups())
-        high, tokens = low, batch * low
-    elif mixed:
-        low, high, tokens = (int(number) for number in mixed.groups())
-    else:
-        raise ValueError(f"case {case!r}: expected BATCHxLENGTH or fill:LOW-HIGH:TOKENS")
+    match = re.fullmatch(r"([1-9]\d*)x(\d+)", case, re.ASCII)
+    if match is None:
+        raise ValueError(f"case {case!r}: expected BATCHxLENGTH")
+    batch, length = map(int, match.groups())
     # The last LONG tokens of a length are generated.
-    if not LONG < low <= high <= LONGEST:
-        raise ValueError(f"case {case!r}: expected lengths of {LONG + 1} to {LONGEST} tokens")
-    lengths = [low] * (tokens // low) if same else []
-    draw = random.Random(0)
-    while mixed and sum(lengths) + high < tokens:
-        lengths.append(draw.randint(low, high))
-    if not lengths:
-        raise ValueError(f"case {case!r}: expected 1 or more sequences")
-    return lengths
+    if not LONG < length <= LONGEST:
+        raise ValueError(f"case {case!r}: expected a length of {LONG + 1} to {LONGEST} tokens")
+    return [length] * batch
 
 
 def model_config(model: str) -> dict[str, Any]:
@@ -162,6 +146,22 @@ def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
     part = shape.on_rank(ranks)
     kv_bytes = part.kv_itemsize * part.layer_kv_width * part.kv_layers * sum(lengths)
     return (2 * part.weights_read(math.inf) + kv_bytes) / 1e9
+
+
+def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:
+    """Device-to-device copy bandwidth in bytes/s, bytes read plus bytes written."""
+    import torch
+
+    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 4)]
+    for event in events:
+        target.copy_(source)
+        event.record()
+    torch.cuda.synchronize()
+    # The first copies warm up.
+    times_ms = [start.elapsed_time(end) for start, end in pairwise(events[3:])]
+    return 2 * source.nbytes / (statistics.median(times_ms) / 1e3)
 
 
 def require_one_batch(latencies: Sequence[float], seconds: float) -> None:
@@ -390,7 +390,13 @@ def _parser() -> argparse.ArgumentParser:
         default=f"{STOCK},{BACKEND}",
         help=f"comma-separated attention backends; {STOCK} is SGLang's own choice",
     )
-    add("--cases", nargs="+", default=["16x32768"], metavar="CASE", help=CASES.strip())
+    add(
+        "--cases",
+        nargs="+",
+        default=["16x32768"],
+        metavar="BATCHxLENGTH",
+        help="sequences of LENGTH cached tokens each",
+    )
     add(
         "--schedules",
         nargs="+",

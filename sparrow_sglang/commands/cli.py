@@ -48,7 +48,6 @@ Measure on this machine's NVIDIA GPU. Weights and KV are random, in the shapes o
 (Qwen3-1.7B by default). Results go to a JSON file, with device, versions and commit.
 
   step      prefill and a decode step of SGLang, dense and sparse, for chosen batches and lengths
-  kernels   the kernels of one layer, compared with the memory bandwidth
   rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense;
             with --model-path your own model, also without a GPU
 
@@ -60,12 +59,11 @@ examples:
   sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 1x32768
   sparrow bench step --backends sparrow,fa3,flashinfer --schedules fixed-1024
   sparrow bench rollout --sequences 64 --mean-tokens 8192
-  sparrow bench kernels
 
 16x32768 means 16 sequences of 32768 cached tokens each. Each benchmark has a --help.
 """
 
-BENCHMARKS = ("step", "kernels", "rollout")
+BENCHMARKS = ("step", "rollout")
 # Each is a module of this folder, which is imported only when the command is used.
 COMMANDS = {
     "plan": "predict from the model's shapes what a schedule saves (no GPU needed)",
@@ -100,7 +98,7 @@ def parser_for(named: str | None) -> argparse.ArgumentParser:
             commands.add_parser(command, help=what)
     bench = commands.add_parser(
         "bench",
-        help="measure steps, kernels and rollouts on this GPU",
+        help="measure steps and rollouts on this GPU",
         usage=f"sparrow bench {{{','.join(BENCHMARKS)}}} [options ...]",
         description=BENCH_HELP,
         epilog=BENCH_EPILOG,

@@ -28,7 +28,7 @@ REFUSED = [
     ([], "", "required: COMMAND"),
     (["plan"], "", "required: --model-path"),
     (["bench"], "", "required: benchmark"),
-    (["bench", "stp"], "", "'stp' (choose from 'step', 'kernels', 'rollout')"),
+    (["bench", "stp"], "", "'stp' (choose from 'step', 'rollout')"),
     (["bench", "--", "step"], "", "without --"),
     (["serve", "--port", "99999"], "", "--port 99999: cannot listen there"),
     (["serve", "--prot", "1"], "", "did you mean --port?"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.benchmarks import kernels, rollout, step
+from sparrow_sglang.benchmarks import rollout, step
 from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -21,7 +21,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
-BENCHMARK_PARSERS = {"step": step._parser, "rollout": rollout._parser, "kernels": kernels._parser}
+BENCHMARK_PARSERS = {"step": step._parser, "rollout": rollout._parser}
 
 
 def all_commands() -> list[list[str]]:

@@ -1,19 +1,12 @@
-"""`sparrow bench step` without a GPU: bytes, cases, comparisons, wrong options, failing engines."""
+"""`sparrow bench step` without a GPU: timing and comparisons."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparrow_sglang.benchmarks import step
 from sparrow_sglang.benchmarks.common import tokens_per_round
-from sparrow_sglang.benchmarks.step import (
-    batch_lengths,
-    compare,
-    time_steps,
-)
-
-ROOT = Path(__file__).parents[3]
+from sparrow_sglang.benchmarks.step import compare, time_steps
 
 
 def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> dict[str, Any]:
@@ -26,17 +19,6 @@ def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> di
         "schedule": "fixed-512" if backend == "sparrow" else None,
         "floor_ms": 1.0,
     } | fields
-
-
-# -- bytes and cases
-
-
-def test_cases() -> None:
-    assert batch_lengths("3x1000") == [1000] * 3
-    lengths = batch_lengths("fill:1024-8192:100000")
-    assert lengths == batch_lengths("fill:1024-8192:100000")
-    assert 1024 <= min(lengths) < 3000 and 6000 < max(lengths) <= 8192
-    assert 100_000 - 2 * 8192 < sum(lengths) <= 100_000
 
 
 # -- timing and comparing
@@ -101,6 +83,3 @@ def test_sparse_rows_are_compared_with_the_fastest_dense_row_of_model_and_case()
     assert (first["dense"], first["speedup"]) == ("fa3", 2.0)
     assert (first["dense_prefill"], first["prefill_speedup"]) == ("flashinfer", 0.5)
     assert (second["schedule"], second["speedup"]) == ("fixed-1024", 4.0)
-
-
-# -- command line
