@@ -63,6 +63,7 @@ def test_short_requests_decode_as_stock_does_until_steps_are_sparse(dense: str, 
         **COMMON,
     ) as engine:
         set_schedule(engine, BudgetSchedule.fixed(64).dense_below(DENSE_TOKENS))
+        assert get_schedule(engine).dense_tokens == DENSE_TOKENS
         answered = answers(engine)
         connect(engine).call_sparrow("landmarks")
     # A batch leaves the stock kernel when its longest request does.

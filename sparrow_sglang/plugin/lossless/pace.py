@@ -12,7 +12,7 @@ import numpy as np
 GAIN = 1.03
 """Rounds draft only where tokens per second rise by this factor."""
 PROBE_ROUNDS = 64
-GOOD_ACCEPTANCE = 0.97
+GOOD_ACCEPTANCE = 0.95
 """While rounds draft nothing, one in PROBE_ROUNDS does, if drafts would pay at this acceptance."""
 # Until measured, the acceptance of a draft, counted as so many drafts.
 _PRIOR, _PRIOR_DRAFTS = 0.9, 16.0
