@@ -187,6 +187,8 @@ def address_table(
         tensors = k_buffer, *_tensors(landmarks[layer])
         assert_dense(*tensors)
         rows.append([tensor.data_ptr() for tensor in tensors])
+    # As the kernel is told.
+    assert all(address % 16 == 0 for row in rows for address in row[:2])
     device = next(iter(k_buffers.values())).device
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
