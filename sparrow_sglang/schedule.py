@@ -281,6 +281,18 @@ class BudgetSchedule(BaseModel):
             selection=self.selection.model_copy(update={"layer_weights": None}),
         )
 
+    def as_fixed(self, tokens: int) -> "BudgetSchedule":
+        """fixed-<tokens> by this schedule's selection rule and dense layers, to which a server that
+        was started with this one can be switched."""
+        return BudgetSchedule.fixed(
+            tokens,
+            self.page_size,
+            sink_pages=self.sink_pages,
+            recent_pages=self.recent_pages,
+            dense_layers=self.dense_layers,
+            selection=self.selection,
+        )
+
     @property
     def is_dense(self) -> bool:
         return self.budget_tokens[0] == MAX_TOKENS
@@ -337,12 +349,12 @@ class BudgetSchedule(BaseModel):
         )
 
     @classmethod
-    def fixed(cls, tokens: int, page_size: int = PAGE_SIZE) -> "BudgetSchedule":
+    def fixed(cls, tokens: int, page_size: int = PAGE_SIZE, **fields: Any) -> "BudgetSchedule":
+        """fixed-<tokens>; `fields` are further ones of the schedule."""
+        fields |= {"page_size": page_size, "bin_tokens": page_size, "budget_tokens": (tokens,)}
         name = f"fixed-{tokens}"
         try:
-            return cls(
-                name=name, page_size=page_size, bin_tokens=page_size, budget_tokens=(tokens,)
-            )
+            return cls(name=name, **fields)
         except ScheduleError as error:
             raise ScheduleError(f"schedule {name}: {error}") from None
 

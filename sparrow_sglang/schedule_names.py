@@ -16,7 +16,7 @@ from sparrow_sglang.selection import SelectionRule
 from sparrow_sglang.validation import nearest_first
 
 PREFERRED_TAIL_TARGET = 0.86
-FIXED_NAME = re.compile(r"fixed-([0-9]+)")
+_FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 
 
 def known_schedules() -> list[str]:
@@ -29,10 +29,8 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
 
     Raises `ScheduleError` if there is none, if it is invalid or made for another page size.
     """
-    if match := FIXED_NAME.fullmatch(spec):
-        if len(match[1]) > len(str(MAX_TOKENS)):
-            raise ScheduleError(f"schedule {quoted(spec)}: expected at most fixed-{MAX_TOKENS}")
-        return BudgetSchedule.fixed(int(match[1]), page_size)
+    if (tokens := fixed_tokens(spec)) is not None:
+        return BudgetSchedule.fixed(tokens, page_size)
     if spec == DRAFTS:
         return BudgetSchedule.drafts(page_size)
     named = spec in known_schedules()
@@ -44,6 +42,14 @@ def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
         f" fixed-<tokens>, {DRAFTS}, or a name that `sparrow schedules` lists; the nearest are"
         f" {', '.join(nearest)}"
     )
+
+
+def fixed_tokens(spec: str) -> int | None:
+    """The number in fixed-<tokens>, None for other specs. Raises `ScheduleError`."""
+    match = _FIXED_NAME.fullmatch(spec)
+    if match and len(match[1]) > len(str(MAX_TOKENS)):
+        raise ScheduleError(f"schedule {quoted(spec)}: expected at most fixed-{MAX_TOKENS}")
+    return int(match[1]) if match else None
 
 
 def read_schedule(spec: str) -> BudgetSchedule:

@@ -46,9 +46,10 @@ def set_schedule(
     Args:
         target: as in `get_schedule`, as is `api_key`.
         schedule: a schedule; or the name of a shipped one or of that with which the server was
-            started, fixed-<tokens>, "dense" for dense decode, or the path of a .json file on this
-            machine. Page size, sinks, recent pages and landmarks must be those of the schedule with
-            which the server was started, and its dense layers must be dense.
+            started, fixed-<tokens> for one budget by the rule and dense layers of that, "dense" for
+            dense decode, or the path of a .json file on this machine. Page size, sinks, recent
+            pages and landmarks must be those of the schedule with which the server was started, and
+            its dense layers must be dense.
         timeout_s: how long to wait for the running requests; without it, until the last one ends.
 
     Raises `ScheduleError` if the file holds no schedule, `EndpointError` if the server refused or

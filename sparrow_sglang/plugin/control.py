@@ -36,9 +36,9 @@ from sparrow_sglang.plugin.server_args import FIELD, resolve_schedule
 from sparrow_sglang.plugin.server_log import announce, describe
 from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
 from sparrow_sglang.request_options import ATTRIBUTE
-from sparrow_sglang.schedule import DENSE, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import DENSE, DRAFTS, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import (
-    FIXED_NAME,
+    fixed_tokens,
     known_schedules,
     load_schedule,
     shipped_schedule,
@@ -270,10 +270,11 @@ def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSch
         return first.as_dense()
     if schedule == first.name:
         return first
-    if isinstance(schedule, str) and (
-        FIXED_NAME.fullmatch(schedule) or schedule in known_schedules()
-    ):
-        return load_schedule(schedule, first.page_size).for_model(hf_config)
+    if isinstance(schedule, str):
+        if (tokens := fixed_tokens(schedule)) is not None:
+            return first.as_fixed(tokens)
+        if schedule == DRAFTS or schedule in known_schedules():
+            return load_schedule(schedule, first.page_size).for_model(hf_config)
     nearest = nearest_first(str(schedule), known_schedules())[:5]
     raise ScheduleError(
         f"schedule={quoted(schedule, 60)}: expected a schedule's fields, {DENSE!r},"

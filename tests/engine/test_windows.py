@@ -120,6 +120,14 @@ def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(model, t
     ) as engine:
         answers = generate(engine, prompts, 50)
         connect(engine).call_sparrow("landmarks")
-    oracle = ContractModel(model, RULED)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert_follows(oracle, prompt, answer)
+        # One budget by the same rule and in the same layers.
+        set_schedule(engine, "fixed-64")
+        switched = generate(engine, prompts, 50)
+    fixed = {"name": "fixed-64", "bin_tokens": 16, "budget_tokens": (64,)}
+    for schedule, some in (
+        (RULED, answers),
+        (BudgetSchedule(**RULED.model_dump() | fixed), switched),
+    ):
+        oracle = ContractModel(model, schedule)
+        for prompt, answer in zip(prompts, some, strict=True):
+            assert_follows(oracle, prompt, answer)
