@@ -228,11 +228,14 @@ def _check_gain(
         shape = ModelShape.from_config(model_config.hf_config.to_dict())
     except InputError as error:
         return Check("note", "gain", f"not predicted: {error}")
-    plan = Plan(shape, schedule, gpu, _GAIN_BATCH)
+    plan = Plan(shape, schedule, schedule, gpu, _GAIN_BATCH)
     longest = min(model_config.context_len, 32768)
     if is_lossless(resolved(server_args)):
-        gain = plan.lossless_speedup(longest, _ACCEPTANCE)
+        ms, drafts = plan.lossless(longest, _ACCEPTANCE)
+        gain = plan.ms(longest) / ms
         detail = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"
+        if not drafts:
+            detail = f"no gain at {longest:,} tokens: decodes densely"
         return Check(
             "ok" if gain >= NO_GAIN else "WARN",
             "gain",

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,32 +31,33 @@ _HEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is predicted from; `batch` sequences decode together on `gpu`."""
+    """What is predicted from; `batch` sequences decode together on `gpu`.
+
+    `drafting` is the schedule of drafts of lossless decoding.
+    """
 
     shape: ModelShape
     schedule: BudgetSchedule
+    drafting: BudgetSchedule
     gpu: str
     batch: int
 
+    def ms(self, cached: int, schedule: BudgetSchedule | None = None) -> float:
+        """Milliseconds of a step at `cached` tokens; dense without a schedule."""
+        return step_time(self.shape, self.gpu, self.batch, cached, schedule).total
+
     def speedup(self, cached: int) -> float:
         """Dense over sparse time of a step at `cached` tokens."""
-        time = partial(step_time, self.shape, self.gpu, self.batch, cached)
-        return time().total / time(self.schedule).total
+        return self.ms(cached) / self.ms(cached, self.schedule)
 
-    def lossless_speedup(self, cached: int, acceptance: float) -> float:
-        """Dense over lossless time of a token at `cached` tokens, with the best drafts."""
-        time = partial(step_time, self.shape, self.gpu, self.batch, cached)
-        dense = time().total
-        return dense / lossless_ms(dense, time(self.schedule).total, acceptance)[0]
+    def lossless(self, cached: int, acceptance: float) -> tuple[float, int]:
+        """See `lossless_ms`."""
+        return lossless_ms(self.ms(cached), self.ms(cached, self.drafting), acceptance)
 
     def response_speedup(self, cached: int) -> float:
         """Dense over sparse time of all steps from an empty cache to `cached` tokens."""
         lengths = [-(-cached * (i + 1) // _SAMPLES) for i in range(_SAMPLES)]
-        dense, sparse = (
-            sum(step_time(self.shape, self.gpu, self.batch, n, use).total for n in lengths)
-            for use in (None, self.schedule)
-        )
-        return dense / sparse
+        return sum(map(self.ms, lengths)) / sum(self.ms(n, self.schedule) for n in lengths)
 
     def reason(self, cached: int) -> str:
         """Where a step's time goes at `cached` tokens, in a sentence or two."""
@@ -81,7 +81,10 @@ class Plan:
         best = max(lengths, key=self.speedup)
         if (gain := self.speedup(best)) >= NO_GAIN:
             return f"{gain:.2f}x as fast as dense at {best:,} tokens"
-        return f"no gain up to {lengths[-1]:,} tokens: dense decode is as fast"
+        # `plugin.dense_steps` does not time models with partial layers.
+        timed = not self.shape.partial_layers
+        why = "decodes densely where that is faster" if timed else "dense decode is as fast"
+        return f"no gain up to {lengths[-1]:,} tokens: {why}"
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -115,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
     shape = ModelShape.from_config(config)
     shape = dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[args.kv_cache_dtype])
     schedule = _read_schedule(args.schedule, config, args.page_size).for_model(config)
-    plan = Plan(shape, schedule, args.gpu, args.batch)
+    drafting = BudgetSchedule.drafts(args.page_size) if args.schedule == AUTO else schedule
+    plan = Plan(shape, schedule, drafting, args.gpu, args.batch)
     lengths = _lengths(args.length, config)
     state = schedule.calibration(config) if schedule.calibrated else "not calibrated"
     print(
@@ -127,10 +131,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{plan.reason(length)}", end="")
     measured = {Path(file).parent.name for file in constants()["fitted_to"]}
     scaled = "" if args.gpu in measured else f"; {args.gpu.upper()} is scaled by its bandwidth"
+    drafts = f"drafts by schedule {drafting.name}, accepted at a rate of {args.acceptance}"
+    lossless = "" if shape.partial_layers else f"\nlossless: {drafts}; 0 drafts are dense steps"
     print(
         "\n\nread: KV tokens per step, mean over layers; response: all steps up to this length"
-        f"\nlossless: drafts of this schedule, accepted at a rate of {args.acceptance}"
-        f"\nfitted to measured steps on {', '.join(sorted(measured)).upper()}{scaled}"
+        f"{lossless}\nfitted to measured steps on {', '.join(sorted(measured)).upper()}{scaled}"
     )
     return 0
 
@@ -146,20 +151,17 @@ def _lengths(chosen: Sequence[int] | None, config: Mapping[str, Any]) -> list[in
 def _table(plan: Plan, lengths: Sequence[int], acceptance: float) -> str:
     rows: list[Sequence[str]] = [_HEADS]
     for cached in lengths:
-        dense, sparse = (
-            step_time(plan.shape, plan.gpu, plan.batch, cached, use).total
-            for use in (None, plan.schedule)
-        )
+        dense, sparse = plan.ms(cached), plan.ms(cached, plan.schedule)
         read = step_bytes(plan.shape, [cached], plan.schedule).read
-        lossless, drafts = lossless_ms(dense, sparse, acceptance)
         cells = [f"{cached:,}", f"{read:,.0f}" if read < cached else "all"]
         cells += [f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}x"]
         cells += [f"{plan.response_speedup(cached):.2f}x"]
-        if lossless < dense:
+        # Lossless decoding rejects models with partial layers.
+        if not plan.shape.partial_layers:
+            lossless, drafts = plan.lossless(cached, acceptance)
             cells += [f"{lossless:.2f}", f"{dense / lossless:.2f}x", str(drafts)]
-        else:
-            cells += ["dense", "", ""]
         rows.append(cells)
+    rows[0] = _HEADS[: len(rows[1])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(map(str.rstrip, lines))

@@ -149,9 +149,10 @@ def lossless_ms(dense_ms: float, sparse_ms: float, acceptance: float) -> tuple[f
     """Milliseconds a token of lossless decoding with the best number of drafts, and that number.
 
     A round of k drafts takes k sparse steps and `VERIFICATION` dense ones, and gives
-    (1 - a^(k + 1)) / (1 - a) tokens at the acceptance rate a below 1 (Leviathan et al., 2023).
+    (1 - a^(k + 1)) / (1 - a) tokens at the acceptance rate a below 1 (Leviathan et al., 2023). One
+    of no drafts is a dense step.
     """
-    rounds = {
+    rounds = {0: dense_ms} | {
         k: (k * sparse_ms + VERIFICATION * dense_ms)
         * (1 - acceptance)
         / (1 - acceptance ** (k + 1))

@@ -53,12 +53,22 @@ def test_one_prediction_fills_table_and_headline(plan: Plan) -> None:
 def test_lossless_is_dense_where_drafts_do_not_pay(plan: Plan) -> None:
     gaining = rows(plan("--length", "32768"))[32768]
     assert float(gaining[5]) < float(gaining[1]) and int(gaining[7]) > 1
-    assert rows(plan("--length", "2048", "--batch", "1"))[2048][5:] == ["dense"]
+    short = rows(plan("--length", "2048", "--batch", "1"))[2048]
+    assert short[5:] == [short[1], "1.00x", "0"]
 
 
-def test_lossless_needs_no_schedule_of_the_model(plan: Plan) -> None:
+def test_lossless_drafts_under_its_own_default_schedule(plan: Plan) -> None:
     model = str(MODELS / "qwen3-30b-a3b")
     assert plan(model=model) == plan("--schedule", "drafts", model=model)
+    default, drafts, chosen = (
+        rows(plan(*options))[32768]
+        for options in ([], ["--schedule", "drafts"], ["--schedule", "qwen3-1.7b-0.86"])
+    )
+    assert default[5:] == drafts[5:] != chosen[5:] and default[:5] == chosen[:5] != drafts[:5]
+
+
+def test_no_lossless_times_for_models_that_lossless_decoding_rejects(plan: Plan) -> None:
+    assert len(rows(plan(model=str(MODELS / "gemma3-12b")))[4096]) == 5
 
 
 def test_no_gain_and_its_reason(plan: Plan) -> None:
