@@ -85,7 +85,10 @@ def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
             if _is_due(run.state.step, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
-            run.log.write(run.state.step, _evaluate(run))
+            evaluated = _evaluate(run)
+            # Before the checkpoint, during which the run may be killed.
+            run.log.write(run.state.step, evaluated)
+            run.keep_if_best(evaluated["eval/pass_rate"])
 
 
 def roll_out(run: Run, step: int, clock: Clock) -> Collected:
@@ -94,6 +97,7 @@ def roll_out(run: Run, step: int, clock: Clock) -> Collected:
     if _is_due(step, run.config.evaluation.every_steps):
         with clock("evaluation"):
             evaluated = _evaluate(run)
+            run.keep_if_best(evaluated["eval/pass_rate"])
     with clock("sync"):
         run.actor.load(str(run.state.step))
     settings = run.config.rollout
@@ -166,7 +170,6 @@ def _evaluate(run: Run) -> dict[str, float]:
     for line in found.lines():
         run.log.progress.say(f"after {steps} steps: {line}")
     run.log.keep_evaluation(steps, evaluation_rows(found, run.setup.tokenizer.decode))
-    run.keep_if_best(found.metrics["eval/pass_rate"])
     return found.metrics
 
 

@@ -25,6 +25,7 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run as run_module
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
@@ -247,6 +248,25 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
     trainer.train(TrainConfig.parse(config))
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")}
     assert kept == {"step-000002", "step-000004"}
+
+
+def test_a_run_that_is_killed_in_its_last_checkpoint_has_its_last_evaluation(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """As by SIGKILL: the rows that are written until then are all there is."""
+
+    def killed(*args: Any) -> None:
+        written.append(rows(tmp_path / "run"))
+        raise Killed
+
+    written: list[list[dict[str, Any]]] = []
+    monkeypatch.setattr(Checkpoints, "best", lambda self: {})
+    monkeypatch.setattr(Checkpoints, "save", killed)
+    config = settings(model, tmp_path / "run", evaluation={"every_steps": 3, "prompts": 2})
+    with pytest.raises(Killed):
+        trainer.train(TrainConfig.parse(config))
+    assert [row["step"] for row in written[0] if "eval/pass_rate" in row] == [0, 3]
 
 
 def test_a_policy_that_may_have_been_updated_in_part_is_not_saved(
