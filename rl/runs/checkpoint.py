@@ -7,6 +7,7 @@ and SGLang; `training/` (exact fp32 weights and optimizer state, for any number 
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import random
 import shutil
@@ -125,6 +126,7 @@ class Checkpoints:
     def set_best(self, step: int, pass_rate: float) -> None:
         self._folder.mkdir(exist_ok=True)
         write_json(self._folder / _BEST, {"step": step, "pass_rate": pass_rate})
+        self._delete_old()
 
     def begin(self, config: TrainConfig, resume: bool, prompts: str) -> Path | None:
         """The checkpoint to resume from, None to start from the beginning. Raises `InputError` if
@@ -170,11 +172,14 @@ class Checkpoints:
             del fields["carried"]
             write_json(draft / _STATE, fields)
             _follow_umask(draft)
+        self._delete_old()
+        return target
+
+    def _delete_old(self) -> None:
         best = self.best().get("step")
         for old in self._complete()[: -self._keep]:
             if _step_of(old) != best:
                 shutil.rmtree(old)
-        return target
 
     def restore(self, folder: Path, learner: Learner) -> State:
         with _readable(folder):
@@ -241,13 +246,16 @@ def try_checkpoint(
 
 
 def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
-    # Weights, moments and the exported weights, in fp32 at most; one more while one is written.
+    # Weights, moments and the exported weights, in fp32 at most.
     each = 16 * parameters
     there = len(list((config.run_dir / "checkpoints").glob("step-*")))
-    every = config.checkpoint.every_steps or config.steps
-    kept = min(config.checkpoint.keep + 1, 1 + config.steps // every)
-    kept += bool(config.evaluation.every_steps)
-    needed, free = max(1, kept - there) * each, shutil.disk_usage(folder).free
+    intervals = [n for n in (config.checkpoint.every_steps, config.evaluation.every_steps) if n]
+    both, before = len(intervals) == 2, config.steps - 1
+    written = 1 + sum(before // n for n in intervals) - both * (before // math.lcm(*intervals))
+    # The newest ones, one that is being written, and the best one, where others may follow it.
+    kept = config.checkpoint.keep + 1 + both
+    needed = max(1, min(kept - there, written)) * each
+    free = shutil.disk_usage(folder).free
     if needed > free:
         fewer = f"a lower checkpoint.keep than {config.checkpoint.keep}, or "
         raise InputError(

@@ -16,7 +16,13 @@ from sglang.srt.configs.model_config import _get_and_verify_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig, TrainConfig
+from sparrow_sglang.rl.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import MOMENTS
@@ -28,6 +34,11 @@ SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9),
 class Tokenizer:
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
+
+
+class Weightless:
+    def save(self, folder: Path) -> None:
+        (folder / "model").mkdir(parents=True)
 
 
 def policy(path: str, dtype: str) -> DensePolicy:
@@ -161,6 +172,50 @@ def test_a_checkpoint_is_tried_before_the_run(byte_model, tmp_path, monkeypatch)
     with pytest.raises(InputError, match="0.0 GiB are free there, .* lower checkpoint.keep than 2"):
         try_checkpoint(run, model, byte_model, AutoTokenizer.from_pretrained(byte_model))
     assert not run.run_dir.exists() and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "evaluated", "keep"),
+    [(40, 0, 10, 1), (40, 0, 10, 2), (9, 0, 10, 1), (40, 0, 0, 1), (10, 10, 10, 2), (40, 10, 10, 1),
+     (40, 15, 10, 1), (40, 10, 0, 2), (45, 20, 0, 2)],
+)  # fmt: skip
+def test_room_is_required_for_as_many_checkpoints_as_are_on_the_disk_at_once(
+    byte_model, tmp_path, monkeypatch, steps, every, evaluated, keep
+):
+    """By runs whose evaluations get better, worse, or either."""
+    model = AutoModelForCausalLM.from_pretrained(byte_model)
+    run = config(tmp_path / "run").model_copy(
+        update={
+            "steps": steps,
+            "checkpoint": CheckpointConfig(every_steps=every, keep=keep),
+            "evaluation": EvaluationConfig(every_steps=evaluated),
+        }
+    )
+    draw, most = random.Random(0), 0
+    for trial in range(60):
+        checkpoints = Checkpoints(tmp_path / str(trial), keep)
+        on_disk = tmp_path / str(trial) / "checkpoints"
+        due = {step for n in (every, evaluated) if n for step in range(n, steps, n)} | {steps}
+        for step in sorted(due):
+            is_best = bool(evaluated) and step % evaluated == 0 and draw.random() < 0.5
+            if is_best or step == steps or (every and step % every == 0):
+                most = max(most, len(list(on_disk.glob("step-*"))) + 1)
+                checkpoints.save(Weightless(), Tokenizer(), run, State(step))
+            if is_best:
+                checkpoints.set_best(step, step)
+    each = 16 * sum(parameter.numel() for parameter in model.parameters())
+
+    def has_room(free: int) -> bool:
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: usage)
+            try:
+                try_checkpoint(run, model, byte_model, AutoTokenizer.from_pretrained(byte_model))
+            except InputError:
+                return False
+        return True
+
+    assert has_room(most * each) and not has_room(most * each - 1)
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
