@@ -68,19 +68,6 @@ def test_without_a_decode_step(generated):
     assert RequestOption(GROWING).usage(90, generated) == KvUsage("grows", None, 0)
 
 
-def test_a_scheduler_reads_an_option_once_and_forgets_it_with_its_request(monkeypatch):
-    class Req:
-        sampling_params = SimpleNamespace(custom_params={"sparrow": {"kv_budget_tokens": 64}})
-
-    state = SchedulerState(SimpleNamespace(schedule=GROWING))
-    request = Req()
-    assert state.option(request) == RequestOption(GROWING, 64)
-    monkeypatch.setattr(RequestOption, "read", None)
-    assert state.option(request) == RequestOption(GROWING, 64)
-    del request
-    assert len(state._options) == 0
-
-
 def test_a_scheduler_goes_on_where_an_option_cannot_be_read():
     class Req:
         sampling_params = SimpleNamespace(custom_params={"sparrow": {"schedule": "gone"}})

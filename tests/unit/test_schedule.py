@@ -144,6 +144,7 @@ def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
     assert measured_here or schedule.provenance["source"]
     assert schedule.sink_pages == 1 and schedule.recent_pages == 2
     int4 = "-int4-" in name
+    assert schedule.selection.int4 == int4
     assert schedule.dense_layers == (() if int4 else (0, 1))
     assert schedule.calibrated and name.endswith(f"-{schedule.tail_target:.2f}")
     family = name.partition("-")[0] + ("-int4" if int4 else "")
@@ -304,22 +305,6 @@ def test_a_bad_field_is_refused_naming_file_field_value_and_allowed(
     assert "\n" not in str(caught.value)
     with pytest.raises(ScheduleError, match=message):
         BudgetSchedule(**VALID | change)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "file is empty"),
-        ("budget: 512", r"not JSON \(.*line 1"),
-        ('{"name": "x"', "not JSON"),
-        ("[1, 2]", "holds a list"),
-    ],
-)
-def test_a_file_that_is_no_json_object_is_refused(
-    tmp_path: Path, content: str, message: str
-) -> None:
-    with pytest.raises(ScheduleError, match=f"mine.json: .*{message}|mine.json: {message}"):
-        load_schedule(write(tmp_path, content), 16)
 
 
 class TestModelsWithSlidingWindows:

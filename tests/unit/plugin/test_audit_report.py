@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engines import SCHEDULE
 from numpy.typing import NDArray
 
@@ -13,8 +12,6 @@ from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW
 from sparrow_sglang.plugin.audit.statistics import FALSE_WARNINGS, AuditReport
-from sparrow_sglang.plugin.audit.top_logprobs import top_logprobs_of_some
-from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 
@@ -123,33 +120,3 @@ def test_looks_at_a_bin_share_one_chance_of_a_false_warning(monkeypatch):
     chances = [(1 - confidence) / 2 for confidence in looks if confidence != 0.95]
     assert 3 <= len(chances) <= 5
     assert sum(chances) <= FALSE_WARNINGS
-
-
-def test_only_rows_that_want_a_list_are_searched_and_audited_ones_get_their_normaliser(monkeypatch):
-    from sglang.srt.layers.logprob_processor import get_top_logprobs
-
-    original = getattr(get_top_logprobs, "__wrapped__", get_top_logprobs)
-    logprobs = torch.randn(5, 50).log_softmax(-1)
-    wanted = [0, 20, 0, 3, 0]
-    temperature = 0.6
-    expected = [
-        [part.tolist() for part in side] for side in original(logprobs, wanted, no_copy_to_cpu=True)
-    ]
-    budgets: Any = None
-    monkeypatch.setattr(
-        PROCESS, "scheduler", SchedulerState(budgets, audited=True, temperatures={1: temperature})
-    )
-    searched = []
-
-    def record(rows, *args, **kwargs):
-        searched.append(len(rows))
-        return original(rows, *args, **kwargs)
-
-    got = top_logprobs_of_some(record, logprobs, wanted, no_copy_to_cpu=True)
-    found = [[part.tolist() for part in side] for side in got]
-    # The audited row is sampled at a temperature: one entry more makes it one at temperature 1.
-    shift = found[0][1].pop()
-    assert found == expected
-    assert searched == [2]
-    plain = (logprobs[1] * temperature).log_softmax(-1).topk(20)[0]
-    torch.testing.assert_close(temperature * torch.tensor(expected[0][1]) + shift, plain)
