@@ -51,9 +51,3 @@ class Pool:
             self.slots.append(slots)
         self.rows = torch.arange(len(lengths), 0, -1)
         self.lengths = torch.tensor(lengths)
-
-    def keys_of(self, row: int) -> np.ndarray:
-        return self.k[self.slots[row]].double().numpy()
-
-    def values_of(self, row: int) -> np.ndarray:
-        return self.v[self.slots[row]].double().numpy()

@@ -1,6 +1,5 @@
 """What `sparrow serve` hands to SGLang's own parser, and what it refuses."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +88,3 @@ def test_a_wrong_flag_is_one_line(
 
 def test_beginnings_of_flags_and_other_words_of_sglang_are_accepted() -> None:
     serve.check_flags(["--tp", "2", "--max-running", "3", "--lora-paths", "a=b", "c", "-h"])
-
-
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for host in ("127.0.0.1", "localhost"):
-            assert cli.main(["serve", f"--port={port}", "--host", host]) == 2
-            said = capsys.readouterr().err
-            assert f"--host {host} --port {port}: cannot listen" in said
-            assert said.count("\n") == 1
