@@ -264,8 +264,8 @@ class BudgetSchedule(BaseModel):
                 )
 
     def dense_below(self, tokens: int) -> "BudgetSchedule":
-        """The schedule with `dense_tokens`."""
-        return self.model_copy(update={"dense_tokens": tokens})
+        """The schedule with `dense_tokens` of at least `tokens`."""
+        return self.model_copy(update={"dense_tokens": max(tokens, self.dense_tokens)})
 
     def as_dense(self) -> "BudgetSchedule":
         """The schedule `DENSE`, to which a server that was started with this one can be switched:

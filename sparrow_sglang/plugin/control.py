@@ -101,9 +101,9 @@ async def _measure_all(manager: "TokenizerManager") -> None:
         held = await call_schedulers(manager, _MEASURE, {})
         tokens = max(answer["tokens"] for answer in held.values())
         if tokens:
-            new = state.first.dense_below(tokens)
+            new = state.schedule.dense_below(tokens)
             await _switch_all(manager, state.schedule, new)
-            state.first = new
+            state.dense_tokens = tokens
             state.switch(new)
             announce(f"decode is dense up to {tokens:,} tokens, where sparse steps are slower")
     except ControlError as error:
@@ -151,9 +151,9 @@ async def schedule(
         return _answer(previous, previous, hf_config)
     if timeout_s is not None:
         require_seconds(timeout_s)
-    new = _schedule(schedule, state.first, hf_config)
-    if state.first.dense_tokens and not new.is_dense:
-        new = new.dense_below(state.first.dense_tokens)
+    new = _schedule(schedule, state, hf_config)
+    if not new.is_dense:
+        new = new.dense_below(state.dense_tokens)
     new.require_switch_from(state.first)
     async with idle(manager, "a switch of the schedule", timeout_s):
         # Another switch may have preceded.
@@ -255,16 +255,17 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     return _fields(budgets.schedule)
 
 
-def _schedule(schedule: Any, first: BudgetSchedule, hf_config: Any) -> BudgetSchedule:
+def _schedule(schedule: Any, state: ServerState, hf_config: Any) -> BudgetSchedule:
+    first = state.first
     if isinstance(schedule, Mapping):
-        # This server may have added its own `dense_tokens` to what the caller has read.
-        fields = schedule if not first.dense_tokens else {**schedule, "dense_tokens": 0}
-        given = BudgetSchedule(**fields).for_model(hf_config)
-        shipped = given.name in known_schedules()
-        if shipped and given != shipped_schedule(given.name).for_model(hf_config):
-            raise ScheduleError(
-                f"name={given.name!r}: expected the shipped schedule's fields, or another name"
-            )
+        given = BudgetSchedule(**schedule).for_model(hf_config)
+        if given.name in known_schedules():
+            shipped = shipped_schedule(given.name).for_model(hf_config)
+            # The caller may have read it from this server.
+            if given not in (shipped, shipped.dense_below(state.dense_tokens)):
+                raise ScheduleError(
+                    f"name={given.name!r}: expected the shipped schedule's fields, or another name"
+                )
         return given
     if schedule == DENSE:
         return first.as_dense()

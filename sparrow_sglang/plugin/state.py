@@ -39,6 +39,7 @@ class ServerState:
         measures_dense: whether `control.measured` times dense steps against sparse ones, or rounds
             of lossless decoding.
         measuring: the task that does, once the first request has arrived.
+        dense_tokens: what it measured, the least `dense_tokens` of the active schedule.
     """
 
     schedule: BudgetSchedule
@@ -54,6 +55,7 @@ class ServerState:
     lossless: bool = False
     measures_dense: bool = False
     measuring: asyncio.Task[None] | None = None
+    dense_tokens: int = 0
 
     def switch(self, schedule: BudgetSchedule) -> None:
         """Validate requests and audit under `schedule` from now on."""

@@ -77,6 +77,20 @@ def planned_densely(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
+def test_a_schedule_that_was_set_before_the_measurement_stays(
+    planned_densely: None, tiny_llama: str
+) -> None:
+    with start_engine(
+        tiny_llama, attention_backend="sparrow", sparrow_schedule=FIXED.name
+    ) as engine:
+        # As while memory is released.
+        set_schedule(engine, "fixed-96")
+        require_server_state(engine.tokenizer_manager).measures_dense = True
+        engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 1})
+        assert get_schedule(engine) == BudgetSchedule.fixed(96).dense_below(DENSE_TOKENS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
 def test_a_request_goes_from_dense_to_sparse_steps(
     planned_densely: None, tmp_path: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,4 +127,8 @@ def test_a_request_goes_from_dense_to_sparse_steps(
         assert get_schedule(engine).dense_tokens == DENSE_TOKENS
         set_schedule(engine, previous)
         assert generate()[0] == ids
+        set_schedule(engine, FIXED.dense_below(2 * DENSE_TOKENS))
+        assert get_schedule(engine).dense_tokens == 2 * DENSE_TOKENS
+        set_schedule(engine, FIXED)
+        assert get_schedule(engine).dense_tokens == DENSE_TOKENS
     assert f"dense up to {DENSE_TOKENS} tokens" in capfd.readouterr().err
