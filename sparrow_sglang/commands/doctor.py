@@ -230,8 +230,9 @@ def _check_gain(
         return Check("note", "gain", f"not predicted: {error}")
     plan = Plan(shape, schedule, schedule, gpu, _GAIN_BATCH)
     longest = min(model_config.context_len, 32768)
-    if is_lossless(resolved(server_args)):
-        ms, drafts = plan.lossless(longest, _ACCEPTANCE)
+    if is_lossless(view := resolved(server_args)):
+        most = view.speculative_num_draft_tokens - 1
+        ms, drafts = plan.lossless(longest, _ACCEPTANCE, most)
         gain = plan.ms(longest) / ms
         detail = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"
         if not drafts:

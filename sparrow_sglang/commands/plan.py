@@ -14,7 +14,14 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.step_time import GPUS, constants, lossless_ms, step_bytes, step_time
+from sparrow_sglang.planning.step_time import (
+    GPUS,
+    MOST_DRAFTS,
+    constants,
+    lossless_ms,
+    step_bytes,
+    step_time,
+)
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import load_schedule, read_schedule, schedule_for_model
 
@@ -50,9 +57,11 @@ class Plan:
         """Dense over sparse time of a step at `cached` tokens."""
         return self.ms(cached) / self.ms(cached, self.schedule)
 
-    def lossless(self, cached: int, acceptance: float) -> tuple[float, int]:
+    def lossless(
+        self, cached: int, acceptance: float, most: int = MOST_DRAFTS
+    ) -> tuple[float, int]:
         """See `lossless_ms`."""
-        return lossless_ms(self.ms(cached), self.ms(cached, self.drafting), acceptance)
+        return lossless_ms(self.ms(cached), self.ms(cached, self.drafting), acceptance, most)
 
     def response_speedup(self, cached: int) -> float:
         """Dense over sparse time of all steps from an empty cache to `cached` tokens."""
@@ -65,10 +74,10 @@ class Plan:
         sparse = step_time(self.shape, self.gpu, self.batch, cached, self.schedule)
         read = step_bytes(self.shape, [cached], self.schedule).read
         if read >= cached:
-            return (
-                f"nothing is sparse at {cached:,} tokens: the budget of"
-                f" {self.schedule.kv_budget_tokens(cached):,} covers them"
-            )
+            covers = f"the budget of {self.schedule.kv_budget_tokens(cached):,}"
+            if cached <= self.schedule.dense_tokens:
+                covers = f"dense_tokens={self.schedule.dense_tokens}"
+            return f"nothing is sparse at {cached:,} tokens: {covers} covers them"
         shares = {"KV": dense.kv, "weights": dense.weights, "fixed cost": dense.fixed}
         shown = ", ".join(f"{name} {ms / dense.total:.0%}" for name, ms in shares.items())
         return (

@@ -20,7 +20,8 @@ GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 """Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""
 VERIFICATION = 1.2
 """Dense steps that verifying a round of drafts takes."""
-MOST_DRAFTS = 12
+MOST_DRAFTS = 8
+"""Drafts of a round of a server with default arguments."""
 CONSTANTS = Path(__file__).with_name("step_times.json")
 
 _BYTES_PER_VALUE = 2
@@ -145,8 +146,11 @@ def step_time(
     return StepTime(weights, kv, selection, sum(parts.values()))
 
 
-def lossless_ms(dense_ms: float, sparse_ms: float, acceptance: float) -> tuple[float, int]:
-    """Milliseconds a token of lossless decoding with the best number of drafts, and that number.
+def lossless_ms(
+    dense_ms: float, sparse_ms: float, acceptance: float, most: int = MOST_DRAFTS
+) -> tuple[float, int]:
+    """Milliseconds a token of lossless decoding with the best number of drafts up to `most`, and
+    that number.
 
     A round of k drafts takes k sparse steps and `VERIFICATION` dense ones, and gives
     (1 - a^(k + 1)) / (1 - a) tokens at the acceptance rate a below 1 (Leviathan et al., 2023). One
@@ -156,7 +160,7 @@ def lossless_ms(dense_ms: float, sparse_ms: float, acceptance: float) -> tuple[f
         k: (k * sparse_ms + VERIFICATION * dense_ms)
         * (1 - acceptance)
         / (1 - acceptance ** (k + 1))
-        for k in range(1, MOST_DRAFTS + 1)
+        for k in range(1, most + 1)
     }
     drafts = min(rounds, key=lambda k: rounds[k])
     return rounds[drafts], drafts

@@ -53,7 +53,7 @@ def describe_lossless(view: "ServerArgs") -> str:
     """What a log says of lossless decoding, by resolved arguments; empty for other servers."""
     if not is_lossless(view):
         return ""
-    return f"lossless, {view.speculative_num_draft_tokens - 1} drafts a round"
+    return f"lossless, up to {view.speculative_num_draft_tokens - 1} drafts a round"
 
 
 def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
