@@ -11,7 +11,6 @@ servers too, add rows to --out. Each row is compared with the first one of its h
 
 import argparse
 import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,10 @@ from scipy.stats import binomtest
 from transformers import AutoTokenizer
 
 from sparrow_sglang import get_schedule, set_schedule
+from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.errors import InputError, SparrowError
+from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import TrainConfig
@@ -45,6 +47,8 @@ def compared(first: Row, row: Row) -> Row:
     table. `p_value`: exact sign test over prompts; with one answer a prompt this is McNemar's.
     """
     shared = sorted(first["passed"].keys() & row["passed"].keys())
+    if not shared:
+        raise InputError("no prompt has a reward in both rows: expected those of the rows in --out")
     before, after = (np.array([each["passed"][key] for key in shared]) for each in (first, row))
     count, gaps = len(shared), after - before
     better, worse = int((gaps > 0).sum()), int((gaps < 0).sum())
@@ -129,7 +133,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
     task = load_task(config.task, ChatRender(tokenizer, **config.task.chat_template_kwargs))
     sets = task.heldout if isinstance(task.heldout, Mapping) else {"": task.heldout}
-    rows: list[Row] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    if not all(sets.values()):
+        raise InputError("task.heldout_path=None: expected prompts to compare answers to")
+    earlier = read_object(args.out, "rows of earlier calls") if args.out.exists() else {"rows": []}
+    rows: list[Row] = earlier["rows"]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         pool = stack.enter_context(RewardPool(task.reward, config.task.reward_workers))
         if args.schedules:
@@ -146,8 +154,11 @@ def main() -> None:
                 row["compared"] = compared(first, row)
                 rows.append(row)
                 print(line(row), flush=True)
-                args.out.write_text(json.dumps(provenance() | {"rows": rows}, indent=1))
+                write_json(args.out, provenance() | {"rows": rows})
 
 
 if __name__ == "__main__":  # reward workers import this file
-    main()
+    try:
+        main()
+    except SparrowError as error:
+        raise SystemExit(str(error)) from None

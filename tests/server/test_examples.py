@@ -166,4 +166,14 @@ def test_compare_answers(
         assert found["p_value"] == pytest.approx(min(1, 2 * tail))
     assert rows[1]["compared"]["better"] + rows[1]["compared"]["worse"] > 0
     assert rows[1]["kv_tokens_read"] < rows[0]["kv_tokens_read"]
+    # Errors of a user end in a line, and leave the rows as they are.
+    before = out.read_text()
+    with pytest.raises(SystemExit, match="not running"):
+        compare(url)
+    (tmp_path / "run.toml").write_text(
+        COMPARED.format(model=model, folder=tmp_path).replace("heldout_path", "# heldout_path")
+    )
+    with pytest.raises(SystemExit, match="heldout"):
+        compare(url)
+    assert out.read_text() == before
     assert len(capfd.readouterr().out.splitlines()) >= 3
