@@ -65,7 +65,7 @@ EXAMPLES = """\
   sparrow bench step --cases 16x32768 16x16384 1x32768 --backends sparrow,fa3,flashinfer
   sparrow bench step --schedules fixed-1024 --cases 16x32768 8x32768
   sparrow bench step --models qwen3-4b,qwen3-8b --out larger.json
-  sparrow bench step --models qwen3-30b-a3b --tp 2 --schedules fixed-1024
+  sparrow bench step --models qwen3-30b-a3b --tp 2 --ep 2 --schedules fixed-1024
   sparrow bench step --engine-args '{"kv_cache_dtype": "fp8_e4m3"}'
   sparrow bench step --engine-args '{"quantization": "fp8"}'
   sparrow bench step --schedules drafts --drafts 8 12      lossless decoding
@@ -244,6 +244,7 @@ def engine_defaults(
         "cuda_graph_bs_decode": batch_sizes,
         "max_running_requests": batch_sizes[-1],
         "tp_size": options.tp,
+        "ep_size": options.ep,
     }
     if context > text_config(model_config(model))["max_position_embeddings"]:
         # With random weights positions mean nothing, so a step takes as long as in a model that
@@ -297,6 +298,7 @@ def measure(
                 "dense_tokens": 0 if schedule is None else schedule.dense_tokens,
                 "case": case,
                 "tp": options.tp,
+                "ep": options.ep,
                 "kv_cache_dtype": kv_cache_dtype(options),
                 "quantization": quantization,
                 "pool_tokens": pool,
@@ -404,6 +406,7 @@ def _parser() -> argparse.ArgumentParser:
         " {model} stands for the model's name (default: {model}-0.86)",
     )
     add("--tp", type=count, default=1, help="GPUs for tensor parallelism")
+    add("--ep", type=count, default=1, help="expert parallelism: 1, or the number of --tp")
     add("--repeats", type=count, default=3, help="measurements, of which the median counts")
     add_draft_options(parser, several=True)
     add("--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static")
@@ -414,11 +417,16 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> float:
     """GB that the largest case keeps in memory; `ValueError` names an option that cannot work."""
     most, kv_dtype = 0.0, kv_cache_dtype(options)
-    if "tp_size" in engine_arguments(options.engine_args):
-        raise ValueError("--engine-args tp_size: set --tp instead")
+    for name in engine_arguments(options.engine_args):
+        if name in ("tp_size", "ep_size"):
+            raise ValueError(f"--engine-args {name}: set --{name.removesuffix('_size')} instead")
+    if options.ep not in (1, options.tp):
+        raise ValueError(f"--ep {options.ep}: expected 1, or the GPUs of --tp {options.tp}")
     for model in options.models.split(","):
         if model not in known_models():
             raise ValueError(f"--models {model!r}: expected some of {', '.join(known_models())}")
+        if options.ep > 1 and model_shape(model).experts is None:
+            raise ValueError(f"--ep {options.ep}: {model} has no experts; expected 1")
         for schedule in options.schedules:
             load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
         for case in options.cases:

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -142,26 +142,48 @@ def _server_source() -> tuple[ast.Module, ...]:
 
 
 @functools.cache
-def server_argument_names() -> frozenset[str]:
-    """Raises as `_server_source`."""
+def _server_fields() -> dict[str, ast.expr]:
     first, *others = _server_source()
     classes = [node for node in first.body if getattr(node, "name", "") == "ServerArgs"]
     classes += [node for module in others for node in module.body]
-    return frozenset(
-        item.target.id
+    return {
+        item.target.id: item.annotation
         for node in classes
         if isinstance(node, ast.ClassDef)
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    )
+    }
 
 
-def server_flags() -> set[str]:
-    """Flags of SGLang's command line; raises as `_server_source`."""
-    nodes = (node for module in _server_source() for node in ast.walk(module))
-    values = (node.value for node in nodes if isinstance(node, ast.Constant))
-    written = {v for v in values if isinstance(v, str) and re.fullmatch(r"--[a-z][\w-]*", v)}
-    return written | {"--" + name.replace("_", "-") for name in server_argument_names()}
+def server_argument_names() -> frozenset[str]:
+    """Raises as `_server_source`."""
+    return frozenset(_server_fields())
+
+
+def server_flags() -> dict[str, type | None]:
+    """Flags of SGLang's command line; int or float for those that take one number."""
+    texts = (node for module in _server_source() for node in ast.walk(module))
+    flags: dict[str, type | None] = dict.fromkeys(_flags_in(texts))
+    for name, annotation in _server_fields().items():
+        names = ["--" + name.replace("_", "-"), *_flags_in(ast.walk(annotation))]
+        flags |= dict.fromkeys(names, _number_type(annotation))
+    return flags
+
+
+def _flags_in(nodes: Iterable[ast.AST]) -> list[str]:
+    values = (getattr(node, "value", None) for node in nodes if isinstance(node, ast.Constant))
+    return [v for v in values if isinstance(v, str) and re.fullmatch(r"--[a-z][\w-]*", v)]
+
+
+def _number_type(annotation: ast.expr) -> type | None:
+    if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
+        return None
+    kind, *rest = annotation.slice.elts
+    keywords = {key.arg for node in rest if isinstance(node, ast.Call) for key in node.keywords}
+    if keywords & {"nargs", "type_parser", "action", "choices"}:
+        return None
+    written = re.fullmatch(r"(?:Optional\[)?(int|float)(?:\]| \| None)?", ast.unparse(kind))
+    return {"int": int, "float": float}[written[1]] if written else None
 
 
 def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:

@@ -177,18 +177,27 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
 
 
 def check_flags(words: Sequence[str]) -> None:
-    """Raise `InputError` without a usable SGLang, or on an unknown flag."""
+    """Raise `InputError` without a usable SGLang, on an unknown flag, or one without its number."""
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
             raise InputError(problem)
-    known = server_flags() | {"--" + name.replace("_", "-") for name in FIELDS}
-    known |= {"--config", "--help"}
-    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+    known = server_flags() | dict.fromkeys("--" + name.replace("_", "-") for name in FIELDS)
+    known |= dict.fromkeys(("--config", "--help"))
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            continue
         # argparse takes a prefix for the flag.
         if not any(name.startswith(flag) for name in known):
-            near = nearest_first(flag, sorted(known), cutoff=0.6)
+            near = nearest_first(flag, known, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise InputError(f"unrecognized arguments: {flag}{hint}; {_ALL_FLAGS}")
+        if kind := known.get(flag):
+            try:
+                kind(value if equals else following)
+            except ValueError:
+                given = cut(value if equals else following)
+                raise InputError(f"{flag} {given}: expected {kind.__name__}") from None
 
 
 def check_port(words: Sequence[str]) -> None:
@@ -204,7 +213,7 @@ def check_port(words: Sequence[str]) -> None:
             # As the server does, so that closed connections do not block the port.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, UnicodeError, OverflowError) as error:
         raise InputError(
             f"--host {cut(host)} --port {cut(port)}: cannot listen there ({error}); expected an"
             " address of this machine, and a free port from 1 to 65535"
@@ -235,11 +244,7 @@ def check_model(words: Sequence[str]) -> None:
     # transformers fills in what a config leaves out.
     if config is not None and any(text_config(config).get(name) is None for name in _NEEDED):
         config = None
-    written = _value(words, "--page-size") or str(PAGE_SIZE)
-    if not written.isdecimal():
-        # SGLang's parser says what is wrong with it.
-        return
-    page_size = int(written)
+    page_size = int(_value(words, "--page-size") or PAGE_SIZE)
     name, _ = named_schedule(_value(words, "--sparrow-schedule"))
     if name == AUTO and (_value(words, "--speculative-algorithm") or "").upper() == LOSSLESS:
         name = DRAFTS
