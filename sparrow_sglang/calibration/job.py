@@ -39,6 +39,11 @@ BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 614
            16384, 24576)  # fmt: skip
 SHORT_CONTEXT = 16384
 SHORT_BIN_TOKENS = 1024
+GIVEN_RESPONSE_ENGINE_ARGS = {
+    "enable_custom_logit_processor": True,
+    # An overlapping scheduler would launch a step before the request has the token of the last one.
+    "disable_overlap_schedule": True,
+}
 _MORE_SPARSE = "longer prompts, more --new-tokens or smaller budgets"
 # A response is compared on the engine that generated it, so data parallelism is none of them.
 _OWN_ARGUMENTS = ("page_size", "random_seed", "sparrow_schedule", "dp_size")
@@ -86,7 +91,7 @@ class CalibrationOptions:
             raise CalibrationError(f"--model-path {self.model_path}: {problem}")
         if self.prompts is not None:
             # Two tokens for any text check a file's form without a tokenizer.
-            read_prompts(self.prompts, lambda text: [0, 0], sys.maxsize)
+            read_prompts(self.prompts, lambda text, add_special_tokens=True: [0, 0], sys.maxsize)
         for path in self.check:
             read_schedule(path)
         if self.out is not None and (self.out.suffix != ".json" or self.out.is_dir()):
@@ -259,6 +264,8 @@ def _job(
         "random_seed": options.seed,
         "sparrow_schedule": schedule,
     }
+    if any(prompt.response_ids for prompt in prompts):
+        engine_args |= GIVEN_RESPONSE_ENGINE_ARGS
     return Job(
         options=options,
         **model,

@@ -120,7 +120,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
                 # Send prompts one by one, so that every run sums in the same order.
                 for prompt in prompts:
                     request = {
-                        "input_ids": list(prompt.input_ids[:room]),
+                        "input_ids": [*prompt.input_ids, *prompt.response_ids][:room],
                         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
                         "log_metrics": False,
                     }

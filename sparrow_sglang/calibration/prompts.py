@@ -3,16 +3,21 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 from sparrow_sglang.calibration import CalibrationError
-from sparrow_sglang.json_values import relative_note
+from sparrow_sglang.json_values import cut, relative_note
 
-Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
+
+class Tokenize(Protocol):
+    def __call__(
+        self, text: str | list[dict[str, Any]], add_special_tokens: bool = True
+    ) -> list[int]: ...
+
 
 # Tokens of the context that SGLang (0.5.17) does not allow for input; a sequence to score is input.
 UNSCORED = 6
@@ -31,10 +36,14 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap."""
+    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap.
+
+    `response_ids` is the given response to decode along; empty to sample one.
+    """
 
     name: str
     input_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
 
 
 def tokenizer_of(model_path: str) -> Tokenize:
@@ -49,11 +58,11 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
         return AutoTokenizer.from_pretrained(model_path)
 
-    def tokenize(text: str | list[dict[str, Any]]) -> list[int]:
+    def tokenize(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
         if tokenizer().chat_template is None and not isinstance(text, str):
             text = "\n\n".join(str(message.get("content", "")) for message in text)
         if isinstance(text, str):
-            return list(tokenizer()(text)["input_ids"])
+            return list(tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"])
         ids = tokenizer().apply_chat_template(text, add_generation_prompt=True, return_dict=False)
         return list(ids)
 
@@ -62,7 +71,8 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
 def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or
-    `{"input_ids": [...]}` a line. Lines with the same prompt share a name.
+    `{"input_ids": [...]}` a line; a `"response"`, text or token ids, is decoded along. Lines with
+    the same prompt share a name.
 
     Raises `CalibrationError`, naming the line, on an empty file, a line of another form and a
     prompt that leaves no room for a token in `context`.
@@ -80,7 +90,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        ids = _prompt_ids(line, f"{path}:{number}", tokenize)
+        ids, response = _prompt_ids(line, f"{path}:{number}", tokenize)
         longest = context - NEEDED_ROOM - UNSCORED
         if len(ids) > longest:
             raise CalibrationError(
@@ -88,7 +98,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
                 f" leave room in the model's context of {context}"
             )
         name = names.setdefault(tuple(ids), f"{number}-{_digest(ids)[:8]}")
-        prompts.append(Prompt(name, tuple(ids)))
+        prompts.append(Prompt(name, tuple(ids), tuple(response)))
     if not prompts:
         raise CalibrationError(
             f'--prompts {path}: holds no prompts; expected one per line, e.g. {{"prompt": "..."}}'
@@ -96,7 +106,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     return prompts
 
 
-def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
+def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -115,7 +125,15 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
             f'{where}: {line.strip()[:60]!r}: expected {{"prompt": text}}, {{"messages": [...]}} or'
             ' {"input_ids": [numbers]}, with at least one token'
         )
-    return found
+    response = fields.get("response", [])
+    following = response
+    if isinstance(response, str) and response:
+        following = tokenize(response, add_special_tokens=False)
+    if "response" in fields and not (_are_ids(following) and len(following) > 1):
+        raise CalibrationError(
+            f"{where}: response {cut(repr(response))}: expected a text or ids of two tokens or more"
+        )
+    return found, following
 
 
 def _are_ids(value: Any) -> TypeGuard[list[int]]:
@@ -180,7 +198,7 @@ def _corpus(part: str) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    content = json.dumps([[p.name, p.input_ids] for p in prompts])
+    content = json.dumps([[p.name, p.input_ids, *filter(None, [p.response_ids])] for p in prompts])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -73,13 +73,15 @@ def plan_samples(
     for prompt in prompts:
         length = len(prompt.input_ids)
         # A sequence that fills the context could be generated, but not scored.
-        room = min(new_tokens, context - 1 - length)
+        room, count = min(new_tokens, context - 1 - length), repeats
+        if prompt.response_ids:
+            # Along a given response all samples would be equal.
+            room, count = min(room, len(prompt.response_ids)), 1
         cached = np.arange(length + 1, length + room)
         for schedule in schedules:
             if (schedule.tokens_read(cached) < cached).any():
                 samples += [
-                    Sample(len(samples) + i, prompt, schedule, room, switched)
-                    for i in range(repeats)
+                    Sample(len(samples) + i, prompt, schedule, room, switched) for i in range(count)
                 ]
     return samples
 
