@@ -1,8 +1,4 @@
-"""What slime asks of an SGLang server that it did not start, and what of slime we rely on.
-
-The first part needs no slime: it sends what slime's rollout and weight sync send. The second runs
-on a checkout on PYTHONPATH: `make test-frameworks SLIME=/path/to/slime`.
-"""
+"""What slime's rollout and weight sync ask of an SGLang server that slime did not start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,16 +50,15 @@ def expected(model: str, tokens: list[int]) -> list[float]:
     return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
-class TestExternalEngine:
-    def test_rollouts_follow_weights_from_disk(self, url: str, tmp_path: Path) -> None:
-        """In slime's order: pause, flush, load under a version, go on."""
-        stepped = save_tiny_model(tmp_path, seed=1, spread=0.15)
-        assert httpx.post(f"{url}/pause_generation", json={}).status_code == 200
-        assert httpx.get(f"{url}/flush_cache").status_code == 200
-        load = {"model_path": stepped, "weight_version": "7"}
-        loaded = httpx.post(f"{url}/update_weights_from_disk", json=load, timeout=60)
-        assert loaded.json()["success"] is True, loaded.text
-        assert httpx.post(f"{url}/continue_generation", json={}).status_code == 200
-        tokens, log_probs, version = rollout(url)
-        assert version == "7"
-        assert log_probs == pytest.approx(expected(stepped, tokens), abs=FP32)
+def test_rollouts_follow_weights_from_disk(url: str, tmp_path: Path) -> None:
+    """In slime's order: pause, flush, load under a version, go on."""
+    stepped = save_tiny_model(tmp_path, seed=1, spread=0.15)
+    assert httpx.post(f"{url}/pause_generation", json={}).status_code == 200
+    assert httpx.get(f"{url}/flush_cache").status_code == 200
+    load = {"model_path": stepped, "weight_version": "7"}
+    loaded = httpx.post(f"{url}/update_weights_from_disk", json=load, timeout=60)
+    assert loaded.json()["success"] is True, loaded.text
+    assert httpx.post(f"{url}/continue_generation", json={}).status_code == 200
+    tokens, log_probs, version = rollout(url)
+    assert version == "7"
+    assert log_probs == pytest.approx(expected(stepped, tokens), abs=FP32)

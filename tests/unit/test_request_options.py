@@ -84,18 +84,6 @@ class TestSwitching:
         with pytest.raises(ScheduleError, match=f"{other.name}: {field}=.*, as in the server's a"):
             other.require_switch_from(A)
 
-    def test_budgets_weights_and_more_dense_layers_may_differ(self):
-        first = schedule("first", 6, selection=INT4)
-        uneven = INT4 | {"layer_weights": [1, 1, 0.5, 1.5]}
-        for other in (
-            schedule("b", 3, 9),
-            schedule("b", 6, dense_layers=(0, 1, 3)),
-            A.as_dense(),
-        ):
-            other.require_switch_from(A)
-        for other in (schedule("b", 6, selection=uneven), first.as_dense()):
-            other.require_switch_from(first)
-
     def test_dense_is_never_sparse(self):
         dense = schedule("first", 6, selection=INT4 | {"layer_weights": [9, 9, 0, 2]}).as_dense()
         assert dense.name == "dense" and dense.is_dense and not A.is_dense

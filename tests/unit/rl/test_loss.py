@@ -73,16 +73,6 @@ def test_with_equal_actor_and_policy_it_is_the_plain_policy_gradient(name: str) 
     torch.testing.assert_close(logits.grad, expected, atol=1e-12, rtol=1e-9)
 
 
-def test_weights_scale_tokens_and_carry_no_gradient() -> None:
-    new, old, adv = tensors([-1.0, -2.0], [-1.0, -2.0], [1.0, -1.0])
-    w = torch.tensor([2.0, 0.0], dtype=torch.float64, requires_grad=True)
-    new.requires_grad_()
-    loss_of(new, old, adv, w, batch_tokens=4)[0].backward()
-    assert w.grad is None
-    assert new.grad is not None
-    assert new.grad.tolist() == [-0.5, 0.0]
-
-
 def test_ratios_beyond_all_bounds_stay_finite() -> None:
     for advantage in (1.0, -1.0):
         new = torch.tensor([0.0], requires_grad=True)
