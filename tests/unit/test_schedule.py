@@ -313,12 +313,7 @@ class TestModelsWithSlidingWindows:
     KINDS = ["sliding_attention", "full_attention"] + ["sliding_attention"] * 2 + ["full_attention"]
     CONFIG = {"num_hidden_layers": 5, "layer_types": KINDS}  # noqa: RUF012
 
-    def test_they_count_as_dense(self) -> None:
-        served = BudgetSchedule.fixed(64).for_model(self.CONFIG)
-        assert served.dense_layers == (0, 1, 2, 3)
-        assert served.for_model(SimpleNamespace(text_config=self.CONFIG)) == served
-
-    def test_layers_with_linear_attention_do_too(self) -> None:
+    def test_layers_with_linear_attention_count_as_dense(self) -> None:
         """SGLang's config says only that every n-th layer has full attention."""
         kinds = (["linear_attention"] * 2 + ["full_attention"]) * 2
         for config in ({"layer_types": kinds}, {"full_attention_interval": 3}):
@@ -341,11 +336,6 @@ class TestModelsWithSlidingWindows:
         assert served(1, 0.5, 1, 1, 1.5).tokens_read(8 * 16) == 88
         with pytest.raises(ScheduleError, match="layer_weights: .* 0.75"):
             served(1.5, 0.5, 1, 1, 1)
-
-    def test_one_sparse_layer_must_be_left(self) -> None:
-        fields = BudgetSchedule.fixed(64).model_dump() | {"dense_layers": (1, 4)}
-        with pytest.raises(ScheduleError, match="would be sparse beside its 3 layers"):
-            BudgetSchedule(**fields).for_model(self.CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,3 @@ def test_each_prefilled_token_is_left_out():
     changed = [index for index in range(60) if one[index] != several[index]]
     assert changed == [20, 21]
     assert (several[changed] == -1).all()
-
-
-def test_bins_go_on_beyond_the_last_one():
-    schedule = BudgetSchedule(name="two", page_size=16, bin_tokens=128, budget_tokens=(64, 64))
-    assert token_bins(schedule, 1000, 3).tolist() == [-1, 7, 7]

@@ -7,8 +7,6 @@ import pytest
 from engines import SCHEDULE
 from numpy.typing import NDArray
 
-from sparrow_sglang.calibration.choice import bin_tails
-from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW
 from sparrow_sglang.plugin.audit.statistics import FALSE_WARNINGS, AuditReport
@@ -63,25 +61,6 @@ def test_a_server_that_is_switched_to_dense_shows_no_budget(monkeypatch):
     shown.clear()
     report.start(SCHEDULE.as_dense())
     assert "sparrow:kv_budget_tokens" not in shown
-
-
-def test_only_sparsely_decoded_tokens_count_as_in_a_calibration():
-    """Else a bin whose steps are mostly dense would hide that its target is missed."""
-    positions = np.arange(40, 230)
-    rates = np.linspace(0.2, 0.9, len(positions))
-    rows = token_rows(1.0, len(positions))
-    report = AuditReport(TARGETED, gauges=False)
-    rows["position"], rows["alpha_lower"], rows["alpha_upper"] = positions, rates, rates
-    rates = rows["alpha_upper"]
-    report.add("a", rows)
-    cached = positions[1:]
-    sparse = TARGETED.tokens_read(cached) < cached
-    calibrated = bin_tails([Tokens("a", cached[sparse], rates[1:][sparse])], 64, 16)
-    found = {tail.bin: tail for tail in bins(report)["upper"]}
-    assert found.keys() == calibrated.keys() == {1, 2, 3}
-    for index, tail in calibrated.items():
-        assert (found[index].tokens, found[index].tail) == (tail.tokens, tail.tail)
-        assert found[index].mean == pytest.approx(tail.mean)
 
 
 def test_samples_of_one_prompt_do_not_warn_of_a_tail_that_meets_its_target(warnings):

@@ -28,22 +28,6 @@ def rows(request_id: str, tokens: int = 10, seed: int = 0) -> NDArray[Any]:
     return found
 
 
-def test_rows_come_back_as_they_were_logged(tmp_path):
-    log = MismatchLog(tmp_path)
-    written = [rows("a", 3), rows("b", 5, seed=1)]
-    for one in written:
-        log.append(one)
-    assert read_mismatch_log(tmp_path).num_rows == 0
-    log.flush()
-    table = read_mismatch_log(tmp_path)
-    assert table["request_id"].to_pylist() == ["a"] * 3 + ["b"] * 5
-    for name in table.column_names[1:]:
-        expected = np.concatenate([one[name] for one in written])
-        np.testing.assert_array_equal(table[name].to_numpy(), expected)
-    [file] = tmp_path.iterdir()
-    assert read_mismatch_log(file).equals(table)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_rows_that_come_while_a_file_is_written_are_kept(tmp_path, monkeypatch, fails):
     """The file is written in a thread; the server goes on scoring."""
@@ -74,7 +58,7 @@ def test_many_flushes_make_few_files(tmp_path, monkeypatch):
         log.append(rows(f"r{index}"))
         log.flush()
         assert read_mismatch_log(tmp_path).num_rows == 10 * (index + 1)
-    assert len(list(tmp_path.iterdir())) == 6
+    assert [read_mismatch_log(file).num_rows for file in tmp_path.iterdir()] == [100] * 6
     found = read_mismatch_log(tmp_path)["request_id"].to_pylist()
     assert found == [f"r{index}" for index in range(60) for _ in range(10)]
 

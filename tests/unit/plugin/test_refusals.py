@@ -259,9 +259,6 @@ class TestRunner:
 
         return find
 
-    def test_plain_attention(self, problems):
-        assert problems({}) == []
-
     @pytest.mark.parametrize(
         ("name", "value", "shown"),
         [

@@ -1,22 +1,16 @@
-"""Responses of a run on disk, and where a resumed run goes on at Weights & Biases."""
+"""Metrics and responses of a run on disk, also of one that was resumed."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
 
 
-def config(run_dir: Path, **logging: Any) -> TrainConfig:
-    return TrainConfig.parse(
-        {
-            "run_dir": run_dir,
-            "task": {"name": "story"},
-            "logging": {"tensorboard": False} | logging,
-        }
-    )
+def config(run_dir: Path) -> TrainConfig:
+    fields = {"run_dir": run_dir, "task": {"name": "story"}, "logging": {"tensorboard": False}}
+    return TrainConfig.parse(fields)
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
