@@ -341,11 +341,12 @@ class BudgetSchedule(BaseModel):
             bin_tokens=4096,
             budget_tokens=budgets,
             dense_layers=(),
-            selection=SelectionRule(
-                landmark_bits=4,
-                landmark_tokens=int4_landmark_tokens(page_size),
-                group_score="best_head",
-            ),
+            # As fields: of a wrong page size, the message is about it.
+            selection={
+                "landmark_bits": 4,
+                "landmark_tokens": int4_landmark_tokens(page_size),
+                "group_score": "best_head",
+            },
         )
 
     @classmethod

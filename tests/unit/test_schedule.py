@@ -252,9 +252,10 @@ def test_what_is_no_schedule_is_refused(spec: str) -> None:
     [
         ("fixed-100", 16, "budget_tokens"),
         ("fixed-512", 20, "page_size"),
+        ("drafts", 48, "page_size"),
     ],
 )
-def test_fixed_schedules_are_checked_too(spec: str, page_size: int, message: str) -> None:
+def test_schedules_without_a_file_are_checked_too(spec: str, page_size: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         load_schedule(spec, page_size)
 
