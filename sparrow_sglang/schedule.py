@@ -106,6 +106,8 @@ class BudgetSchedule(BaseModel):
                 raise ValueError(_not_whole_pages(f"budget_tokens[{i}]", tokens, page))
             if i and tokens < (before := self.budget_tokens[i - 1]):
                 raise ValueError(f"budget_tokens[{i}]={tokens}: expected not to fall from {before}")
+        if self.name == DENSE and not self.is_dense:
+            raise ValueError(f"name={DENSE!r}: expected another name, as it reads less")
         layers = self.dense_layers
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
             raise ValueError(f"dense_layers={quoted(list(layers))}: expected distinct indices")

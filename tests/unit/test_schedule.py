@@ -290,6 +290,9 @@ REFUSED_FIELDS = [
     {"dense_layers": [0, -1]},
     {"tail_target": 1.5},
     {"name": ""},
+    {"name": "dense"},
+    {"dense_tokens": 100},
+    {"dense_tokens": -16},
     {"model_match": {"hidden_size": 1.5}},
     {"budget_token": [48]},
 ]
