@@ -262,8 +262,8 @@ class MismatchConfig(Section):
 
 
 class DistillConfig(Section):
-    """DistillSparse: a LoRA adapter, merged into the weights of rollouts only, that makes the
-    sparse actor match the dense policy."""
+    """DistillSparse: a LoRA adapter, used by rollouts only, that makes the sparse actor match the
+    dense policy."""
 
     enabled: bool = False
     """Train an adapter and roll out with it."""
@@ -285,6 +285,9 @@ class DistillConfig(Section):
     """Weight of the squared gap in nats between the mean entropies of sparse actor and dense
     policy, added to the KL (not in the paper). With 0, rollouts become sharper than the policy, and
     policies of the demo model ended lower than without an adapter."""
+    delivery: Literal["merged", "lora"] = "merged"
+    """"merged" adds the adapter to the weights that are synced, which costs decode nothing; "lora"
+    loads it as unmerged LoRA through SGLang's LoRA manager."""
 
 
 DENSE = "dense"

@@ -29,7 +29,7 @@ from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 from sparrow_sglang.schedule import BudgetSchedule
 
 ADAPTER = "sparrow"
-"""Name of the adapter in the model."""
+"""Name of the adapter, in the model and in SGLang's LoRA manager."""
 
 SCALES = (0.0, 0.5, 1.0)
 """Shares of the adapter that rollouts may use; at 0 they are those of an actor without it."""
@@ -97,14 +97,32 @@ class SparseAdapter:
 
     @contextmanager
     def delivered(self, scale: float | None = None) -> Iterator[None]:
-        """The model computes as the engine does with the adapter at `scale` (None: `self.scale`),
-        merged and rounded with the weights to the engine's dtype."""
+        """The model computes as the engine does with the adapter at `scale` (None: `self.scale`); a
+        merged one is rounded with the weights to the engine's dtype."""
         scale = self.scale if scale is None else scale
+        if scale == 0:
+            yield
+        elif self._settings.delivery == "merged":
+            with self._merged(scale):
+                yield
+        else:
+            full = {layer: layer.scaling[ADAPTER] for layer in self._layers.values()}
+            for layer in full:
+                layer.scaling[ADAPTER] *= scale
+            try:
+                with self.enabled():
+                    yield
+            finally:
+                for layer, factor in full.items():
+                    layer.scaling[ADAPTER] = factor
+
+    @contextmanager
+    def _merged(self, scale: float) -> Iterator[None]:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for name, parameter, master in self._policy.named_parameters():
                 layer = self._layers.get(name.removesuffix(".weight"))
-                if layer is not None and scale:
+                if layer is not None:
                     weight = local(parameter.detach())
                     kept.append((weight, weight.clone()))
                     merged = self._merged_rows(layer, parameter, master, scale)
@@ -175,12 +193,19 @@ class SparseAdapter:
                 yield name, full_tensor(as_dtensor_like(rows.to(dtype or rows.dtype), parameter))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`scale` times the adapter, under PEFT's names."""
+        """`scale` times the adapter, under PEFT's names, which SGLang's LoRA manager takes too."""
         return {
             "base_model.model." + name.replace(f".{ADAPTER}.", "."): (
                 parameter.detach() * self.scale if ".lora_B." in name else parameter.detach()
             )
             for name, parameter in self._factors.items()
+        }
+
+    def lora_config(self) -> dict[str, Any]:
+        fields: dict[str, Any] = self._lora.to_dict()
+        return fields | {
+            "target_modules": sorted(self._lora.target_modules or ()),
+            "peft_type": "LORA",
         }
 
     def save(self, folder: Path) -> None:
@@ -234,6 +259,17 @@ def require_modules(model: PreTrainedModel, names: Sequence[str]) -> None:
             )
 
 
+def lora_arguments(settings: DistillConfig) -> dict[str, Any]:
+    if not settings.enabled or settings.delivery == "merged":
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": settings.rank,
+        "lora_target_modules": list(settings.target_modules),
+        "max_loras_per_batch": 2,
+    }
+
+
 def top_k_kl(sparse: torch.Tensor, dense: torch.Tensor, k: int) -> torch.Tensor:
     """KL(sparse || dense) [n] of log-probs [n, V] reduced to their likeliest tokens; tokens in
     neither side's top k form one bucket. A lower bound of the exact divergence, with gradient in
@@ -282,7 +318,8 @@ def choose_scale(
     temperature: float,
 ) -> dict[str, float]:
     """Set `adapter.scale` to the `best_scale` on the responses of `batch`, with the latest
-    measurements at the same scale; returns metrics. Rates are those of the engine's dtype."""
+    measurements at the same scale; returns metrics. Rates are those of the engine's dtype and
+    delivery."""
     actors = [partial(adapter.delivered, scale) for scale in SCALES]
     rates = policy.acceptances(batch.segments, schedule, actors, temperature)
     measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]

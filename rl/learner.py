@@ -14,7 +14,7 @@ from sparrow_sglang.provenance import device_name
 from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.distill import SparseAdapter, choose_scale
+from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, choose_scale
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, NamedTensors
 from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -202,19 +202,29 @@ class Learner:
         held_out = batch.sample_evenly(measured)
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
-    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> None:
-        """Have `engine` sample from the weights as they are now, with the adapter if `adapted`."""
+    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
+        """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.
+        Returns the adapter's name for requests, if they need it."""
         # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
         torch.cuda.empty_cache()
         engine = cast(LocalEngine, engine)
         engine.resume()
         engine.update_weights(self.weights(adapted, engine.dtype), version)
+        if not adapted or (adapter := self.unmerged_adapter) is None:
+            return None
+        engine.set_adapter(ADAPTER, adapter.tensors(), adapter.lora_config())
+        return ADAPTER
 
     def weights(self, adapted: bool, dtype: torch.dtype) -> NamedTensors:
         """The weights for an engine, rounded to its `dtype`; all ranks must iterate over all."""
-        if adapted and self.adapter is not None:
+        if adapted and self.adapter is not None and self._config.distill.delivery == "merged":
             return self.adapter.merged_weights(dtype)
         return self.policy.named_weights(dtype)
+
+    @property
+    def unmerged_adapter(self) -> SparseAdapter | None:
+        unmerged = self.adapter is not None and self._config.distill.delivery == "lora"
+        return self.adapter if unmerged and self.adapter and self.adapter.scale > 0 else None
 
     def save(self, folder: Path) -> None:
         """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`."""

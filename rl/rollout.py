@@ -17,12 +17,13 @@ class RolloutError(SparrowError, RuntimeError):
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn. Log-probs are recorded at `temperature`; 0 is greedy. `dense`
-    ignores the engine's schedule. `top_p` and `top_k` are for evaluation: SGLang records log-probs
-    over all tokens."""
+    ignores the engine's schedule. `adapter` names a loaded LoRA adapter. `top_p` and `top_k` are
+    for evaluation: SGLang records log-probs over all tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0
     dense: bool = False
+    adapter: str | None = None
     top_p: float = 1.0
     top_k: int = -1
     timeout_s: float = 7200.0
@@ -44,11 +45,12 @@ def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True
     }
     if sampling.dense and switchable:
         parameters["custom_params"] = {"sparrow": {"dense": True}}
-    return {
+    request = {
         "input_ids": [*rollout.prompt_ids, *rollout.response_ids],
         "sampling_params": parameters,
         "return_logprob": True,
     }
+    return request | ({"lora_path": sampling.adapter} if sampling.adapter else {})
 
 
 def continued(

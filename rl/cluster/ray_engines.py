@@ -104,8 +104,8 @@ ANSWER_TIMEOUT_S = 300.0
 _DEATH = (RayActorError, ObjectLostError, EngineDied, GetTimeoutError)
 
 Actors = Mapping[int, Any]
-Send = Callable[[Actors], object]
-"""Sends the trainers' weights to engines, by number."""
+Send = Callable[[Actors], str | None]
+"""Sends the trainers' weights to engines, by number; returns the name of an adapter sent along."""
 
 logger = logging.getLogger(__name__)
 
@@ -228,13 +228,14 @@ class RayEngines(RolloutEngine):
         for engine in self._engines.values():
             engine.actor.stop.remote(self._rollouts)
 
-    def load(self, send: Send, version: str) -> None:
+    def load(self, send: Send, version: str) -> str | None:
         """`send` sends weights to all engines, of `version`. Raises `EngineDied`."""
         self._loaded = False
         self._call_all("prepare_load")
-        send({slot: engine.actor for slot, engine in self._engines.items()})
+        adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
         self._call_all("finish_load", version)
         self._loaded = True
+        return adapter
 
     def release(self) -> None:
         self._call_all("release")

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.cluster.ray_engines import RayEngines
+from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
 from sparrow_sglang.rl.cluster.trainer_actor import TrainerActor
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
@@ -93,14 +93,17 @@ class RemoteLearner(Learner):
     save = _on_all_workers("save")
     restore = _on_all_workers("restore")
 
-    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> None:
+    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
         assert isinstance(engine, RayEngines), "trainers on Ray send weights to engines on Ray"
         if self._cluster.colocate:
             self._call("free_memory")
         engine.resume()
-        engine.load(
-            lambda actors: self._call("send", dict(actors), engine.dtype, version, adapted), version
-        )
+
+        def send(actors: Actors) -> str | None:
+            sent: str | None = self._call("send", dict(actors), engine.dtype, version, adapted)
+            return sent
+
+        return engine.load(send, version)
 
     def close(self) -> None:
         for worker in self._workers:

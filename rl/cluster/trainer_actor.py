@@ -12,6 +12,7 @@ import torch.distributed as dist
 from sparrow_sglang.rl.cluster.ray_session import use_network_of_ray
 from sparrow_sglang.rl.cluster.weight_broadcast import LIMIT_S, WeightBroadcast, listen
 from sparrow_sglang.rl.config import ClusterConfig, TrainConfig
+from sparrow_sglang.rl.distill import ADAPTER
 from sparrow_sglang.rl.engines.local_engine import pack, serialized
 from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.learner import Learner
@@ -66,7 +67,7 @@ class TrainerActor:
 
     def send(
         self, actors: Mapping[int, Any], dtype: torch.dtype, version: str, adapted: bool
-    ) -> None:
+    ) -> str | None:
         """See `Learner.deliver`. Raises `EngineDied` if an engine does not take the weights."""
         colocated = self._cluster.colocate
         failure: Exception | None = None
@@ -81,8 +82,17 @@ class TrainerActor:
         if colocated:
             del bucket
             self.free_memory()
+        adapter = self._learner.unmerged_adapter if adapted else None
+        if failure is None and adapter is not None and self._ranks.rank == 0:
+            factors = {name: tensor.cpu() for name, tensor in adapter.tensors().items()}
+            calls = [
+                actor.call.remote("set_adapter", ADAPTER, factors, adapter.lora_config())
+                for actor in actors.values()
+            ]
+            failure = _failure_of(partial(ray.get, calls, timeout=LIMIT_S))
         if failure is not None:
             raise failure
+        return ADAPTER if adapter is not None else None
 
     def _share(self, actors: Mapping[int, Any], bucket: Any, version: str) -> Exception | None:
         """Each rank of a colocated engine reads the bucket from the trainer on its GPU; only

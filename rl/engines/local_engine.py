@@ -4,11 +4,12 @@ import asyncio
 import atexit
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
@@ -185,6 +186,11 @@ class LocalEngine(RolloutEngine):
         call = weight_update_session(self._manager, step)
         if call is not None:
             self._require(self._run(call))
+
+    def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
+        """Load PEFT's `tensors` and `config` as LoRA adapter, replacing one of the same name.
+        Raises `ControlError`, a `ValueError`, if they do not fit the engine."""
+        self._run(load_adapter(self._manager, name, config, tensors))
 
     def release(self) -> None:
         if self._saves_memory and not self._released:

@@ -14,6 +14,7 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
+from sparrow_sglang.rl.distill import lora_arguments
 from sparrow_sglang.rl.learner import Learner, TrainersLost
 from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
@@ -91,9 +92,10 @@ class SparseActor:
         self._config = config
         self.engine = engine
         self._learner = learner
+        self._adapter: str | None = None
 
     def load(self, version: str) -> None:
-        self._learner.deliver(self.engine, version, adapted=True)
+        self._adapter = self._learner.deliver(self.engine, version, adapted=True)
 
     def stream(
         self,
@@ -105,7 +107,10 @@ class SparseActor:
         """See `RolloutEngine.stream`; `engine.release` must follow."""
         settings = self._config.rollout
         sampling = Sampling(
-            settings.max_new_tokens, settings.temperature, timeout_s=settings.timeout_s
+            settings.max_new_tokens,
+            settings.temperature,
+            adapter=self._adapter,
+            timeout_s=settings.timeout_s,
         )
         return self.engine.stream(groups, sampling, on_finished, more_groups, should_stop)
 
@@ -195,7 +200,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         arguments = {
             "random_seed": config.seed + taken,
             "dtype": str(learner.compute_dtype).removeprefix("torch."),
-        }
+        } | lora_arguments(config.distill)
         engine = learner.open_engine(setup.engine, setup.model_path, arguments)
         opened.enter_context(closing(engine))
         actor = SparseActor(config, engine, learner)

@@ -9,7 +9,7 @@ import torch
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
-from sparrow_sglang.rl.distill import SparseAdapter
+from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, lora_arguments
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.selected_attention import attend_by_blocks, block_mask
@@ -27,7 +27,7 @@ SCHEDULE = BudgetSchedule(
 )
 NEW_TOKENS = 192
 Late = tuple[tuple[int, int], ...]
-SETTINGS = DistillConfig(enabled=True, lr=1e-3)
+SETTINGS = DistillConfig(enabled=True, delivery="lora", lr=1e-3)
 
 
 # -- the kernel
@@ -153,7 +153,7 @@ def engine(model, tmp_path_factory):
         "disable_prefill_cuda_graph": True,
         "random_seed": 0,
     }
-    engine = LocalEngine(model, str(path), **arguments)
+    engine = LocalEngine(model, str(path), **arguments | lora_arguments(SETTINGS))
     yield engine
     engine.close()
 
@@ -177,14 +177,17 @@ def rollouts(engine, prompts, sampling):
     return [(rollout.prompt_ids, rollout.response_ids) for rollout in responses], recorded
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("delivery", ["none", "lora", "merged"])
 def test_the_server_samples_from_the_trainers_sparse_distribution(
-    policy, engine, adapter, prompts, adapted
+    policy, engine, adapter, prompts, delivery
 ):
-    weights = adapter.merged_weights() if adapted else policy.named_weights()
-    engine.update_weights(weights, str(adapted))
+    weights = adapter.merged_weights() if delivery == "merged" else policy.named_weights()
+    engine.update_weights(weights, delivery)
+    name = ADAPTER if delivery == "lora" else None
+    if name:
+        engine.set_adapter(name, adapter.tensors(), adapter.lora_config())
     expected_adapter, other_adapter = (
-        (adapter.enabled, nullcontext) if adapted else (nullcontext, adapter.enabled)
+        (nullcontext, adapter.enabled) if delivery == "none" else (adapter.enabled, nullcontext)
     )
 
     def distance(what, run, adapter_state, schedule, temperature=1.0):
@@ -194,11 +197,11 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
             scores = torch.cat(policy.score(sequences, temperature, schedule)).numpy()
         errors = np.abs(recorded - scores)
         mean, high = float(errors.mean()), float(np.percentile(errors, 99))
-        print(f"adapted {adapted}: {what:24} mean {mean:.4f}, 99th percentile {high:.4f}")
+        print(f"{delivery}: {what:24} mean {mean:.4f}, 99th percentile {high:.4f}")
         return mean, high
 
-    dense_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, dense=True))
-    sparse_run = rollouts(engine, prompts, Sampling(NEW_TOKENS))
+    dense_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name, dense=True))
+    sparse_run = rollouts(engine, prompts, Sampling(NEW_TOKENS, adapter=name))
     # The yardstick is the distance of the same engine and trainer when both are dense.
     noise, noise_high = distance("dense run, dense", dense_run, expected_adapter, None)
     mean, high = distance("sparse run, its own", sparse_run, expected_adapter, SCHEDULE)
@@ -208,7 +211,7 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
         distance("sparse run, other adapter", sparse_run, other_adapter, SCHEDULE)[0] > 1.5 * mean
     )
     assert distance("sparse run, dense", sparse_run, expected_adapter, None)[0] > 1.5 * mean
-    if not adapted:
+    if delivery == "none":
         tempered = rollouts(engine, prompts, Sampling(NEW_TOKENS, 0.8))
         mean, high = distance("sparse run at 0.8", tempered, expected_adapter, SCHEDULE, 0.8)
         # Differences of logits are divided by the temperature.

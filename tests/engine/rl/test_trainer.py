@@ -57,6 +57,7 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_rollouts_use_the_adapter_and_evaluation_does_not(byte_model, tmp_path, monkeypatch, gated):
+    delivery = "merged" if gated else "lora"
     if not gated:
         monkeypatch.setattr(
             learner, "choose_scale", lambda adapter, *rest: setattr(adapter, "scale", 1.0) or {}
@@ -67,7 +68,7 @@ def test_rollouts_use_the_adapter_and_evaluation_does_not(byte_model, tmp_path, 
         "fixed-48",
         steps=4,
         optimizer={"lr": 1e-9},
-        distill={"enabled": True, "rank": 4, "lr": 1e-2, "sequences": 16},
+        distill={"enabled": True, "rank": 4, "lr": 1e-2, "sequences": 16, "delivery": delivery},
         evaluation={"every_steps": 4, "temperature": 0.0},
     )
     folder = trainer.train(config)
