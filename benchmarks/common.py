@@ -109,6 +109,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 to 1")
+    return rate
+
+
 def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
     parser.add_argument(
         "--drafts",
@@ -120,7 +127,7 @@ def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
     )
     parser.add_argument(
         "--acceptance-rate",
-        type=float,
+        type=_rate,
         default=0.96,
         help="chance that a draft is accepted, which random weights do not give",
     )

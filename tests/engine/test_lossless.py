@@ -28,6 +28,7 @@ from varied_drafts import vary_drafts
 from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.refusals import UnsupportedError
@@ -372,6 +373,7 @@ def test_adapters_are_to_be_merged(lossless: Any, tmp_path: Path) -> None:
         ("enable_deterministic_inference", {"enable_deterministic_inference": True}),
         ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
         ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
+        ("speculative_num_draft_tokens", {"speculative_algorithm": None}),
     ],
 )
 def test_arguments_that_it_does_not_run_with_are_rejected(
@@ -382,6 +384,7 @@ def test_arguments_that_it_does_not_run_with_are_rejected(
 
 
 def test_defaults(make_args: Any) -> None:
+    algorithm.register()
     args = make_args(sparrow_schedule=None, speculative_algorithm="sparrow")
     view = resolved(args)
     assert view.speculative_num_draft_tokens == 9

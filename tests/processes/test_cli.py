@@ -36,6 +36,7 @@ REFUSED = [
     (["serve", "--sparrow-schedule", "qwen3-4b"], "", "schedule 'qwen3-4b' is not known"),
     (["serve", "--model-path", "./gone"], "", "./gone: no such folder (relative to {cwd})"),
     (["bench", "rollout", "--model-path", "gone"], "", "gone"),
+    (["bench", "step", "--acceptance-rate", "1.5"], "", "--acceptance-rate: 1.5: expected 0 to 1"),
     (["bench", "step", "--models", "gone"], "", "--models 'gone': expected some of gemma3-12b"),
     (["train", "gone.toml"], "", "gone.toml (relative to {cwd}): cannot be read"),
     (["train", "run.toml"], "steps = 0\n" + RUN, "steps=0 is not allowed"),

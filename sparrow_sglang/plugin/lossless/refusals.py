@@ -34,7 +34,6 @@ _ARGUMENTS = {
     "enable_return_hidden_states": (False, "a round keeps none"),
 }
 
-
 # Fields of a request or its sampling parameters, with their neutral values.
 _FIELDS = {
     **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0},
@@ -57,13 +56,15 @@ def describe_lossless(view: "ServerArgs") -> str:
 
 
 def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
-    """One sentence for each argument that lossless decoding does not run with."""
+    """One sentence for each argument that lossless decoding does not run with, or not without."""
+    tokens = server_args.speculative_num_draft_tokens
     if not is_lossless(server_args):
-        return []
+        alone = tokens is not None and not server_args.speculative_algorithm
+        problem = f"speculative_num_draft_tokens={tokens}: expected with --speculative-algorithm"
+        return [problem] if alone else []
     field = f"speculative_algorithm={LOSSLESS!r}"
     if installed_version() != LOCKED:
         return [f"{field}: it is fitted to SGLang {LOCKED}, not to {installed_version()}"]
-    tokens = server_args.speculative_num_draft_tokens
     problems = [
         f"{field} with {name}={getattr(server_args, name)!r}: {why};"
         f" remove --{name.replace('_', '-')}"
