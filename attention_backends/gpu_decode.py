@@ -5,7 +5,7 @@ the device.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -209,26 +209,14 @@ class TritonPagedDecode:
         width = -(-longest // (16 * self._schedule.page_size)) * 16
         self._pages = self._req_to_token.new_empty(len(seq_lens), width)
         self._seq_lens, self._new_tokens = seq_lens, (longest, 0)
-        page_table.snapshot_page_table(
-            self._req_to_token,
-            req_pool_indices,
-            seq_lens,
-            self._pages,
-            page_size=self._schedule.page_size,
-        )
+        self._snapshot(req_pool_indices, seq_lens)
 
     def plan_verify(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
     ) -> None:
         self._reserve_step(len(seq_lens), captured)
         self._seq_lens, self._new_tokens = seq_lens, (0, width)
-        page_table.snapshot_page_table(
-            self._req_to_token,
-            req_pool_indices,
-            seq_lens + width,
-            self._pages,
-            page_size=self._schedule.page_size,
-        )
+        self._snapshot(req_pool_indices, seq_lens + width)
 
     def plan_decode(
         self,
@@ -239,15 +227,24 @@ class TritonPagedDecode:
     ) -> None:
         self._reserve_step(len(seq_lens), captured)
         self._seq_lens, self._new_tokens = seq_lens, (1, 0)
+        self._snapshot(
+            req_pool_indices,
+            seq_lens,
+            budgets=self._budgets,
+            num_selected=self._num_selected,
+            least_pages=self._schedule.least_pages,
+        )
+
+    def _snapshot(
+        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, **budgets: Any
+    ) -> None:
         page_table.snapshot_page_table(
             self._req_to_token,
             req_pool_indices,
             seq_lens,
             self._pages,
             page_size=self._schedule.page_size,
-            budgets=self._budgets,
-            num_selected=self._num_selected,
-            least_pages=self._schedule.least_pages,
+            **budgets,
         )
 
     def _reserve_step(self, batch: int, captured: bool) -> None:
