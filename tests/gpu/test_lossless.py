@@ -33,25 +33,31 @@ def test_the_control_of_sparse_decode_has_another(sampled: SampledAnswers) -> No
 
 
 @pytest.mark.parametrize(
-    ("dense", "graphs", "measured"),
+    ("dense", "graphs", "measured", "ranks"),
     [
-        ("fa3", True, False),
-        ("fa3", True, True),
-        ("fa3", False, False),
-        ("flashinfer", True, True),
-        ("triton", True, True),
+        ("fa3", True, False, 1),
+        ("fa3", True, True, 1),
+        ("fa3", True, False, 2),
+        ("fa3", False, False, 1),
+        ("flashinfer", True, False, 1),
+        ("flashinfer", True, True, 1),
+        ("triton", True, False, 1),
+        ("triton", True, True, 1),
     ],
 )
 def test_greedy_tokens_lead_densely(
     dense: str,
     graphs: bool,
     measured: bool,
+    ranks: int,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Each token of an answer is the best one after those before it, up to rounding, and its
     log-prob is that of a dense prefill; batches of one to five, of which some have no graph. Drafts
     of so small a model do not pay, so that measured rounds are dense."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
     model = save_tiny_model(
         tmp_path,
         spread=0.1,
@@ -78,6 +84,7 @@ def test_greedy_tokens_lead_densely(
         sparrow_dense_backend=dense,
         measured=measured,
         disable_cuda_graph=not graphs,
+        tp_size=ranks,
         **({"cuda_graph_bs_decode": [1, 2, 4]} if graphs else {}),
         **DRAFTS,
         **common,

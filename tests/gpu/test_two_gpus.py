@@ -69,7 +69,7 @@ def start(model: str, **arguments: Any) -> LocalEngine:
     engines.import_for_fork()
     return LocalEngine(
         model,
-        "fixed-64,fixed-160",
+        "fixed-160",
         **{
             "skip_tokenizer_init": True,
             # float16 has three bits more than bfloat16, to tell noise from a wrong page.
@@ -158,8 +158,8 @@ def test_every_replica_decodes_as_the_contract_says(
     engine: LocalEngine, layout: str, oracles: dict[int | None, ContractModel]
 ) -> None:
     for rank in replicas(layout):
-        assert_decoded_under(64, sample(engine, rank), oracles)
-        assert_decoded_under(160, sample(engine, rank, schedule="fixed-160"), oracles)
+        assert_decoded_under(160, sample(engine, rank), oracles)
+        assert_decoded_under(64, sample(engine, rank, kv_budget_tokens=64), oracles)
         assert_decoded_under(None, sample(engine, rank, dense=True), oracles)
 
 
@@ -189,7 +189,7 @@ def test_new_weights_reach_every_rank(
     if layout == "dp":
         pytest.skip("SGLang loads tensors into replicas with replicated attention only")
     for version, path in (("1", other_model), ("2", model)):
-        oracle = ContractModel(path, SCHEDULES[64])
+        oracle = ContractModel(path, SCHEDULES[160])
         trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         engine.update_weights(trained.named_parameters(), version)
         for rank in replicas(layout):
@@ -206,9 +206,9 @@ def test_a_mixture_of_experts_decodes_as_the_contract_says(
         pytest.skip("SGLang's experts in plain torch are never shared out")
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     model = save_tiny_model(tmp_path, "qwen3_moe", **SHAPE, **experts, norm_topk_prob=True)
-    oracles = {None: ContractModel(model), 64: ContractModel(model, SCHEDULES[64])}
+    oracles = {None: ContractModel(model), 160: ContractModel(model, SCHEDULES[160])}
     engine = start(model, **split)
     try:
-        assert_decoded_under(64, sample(engine, None), oracles)
+        assert_decoded_under(160, sample(engine, None), oracles)
     finally:
         engine.close()
