@@ -27,6 +27,7 @@ from sparrow_sglang.sglang_versions import located
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_REQ = "sglang.srt.managers.schedule_batch.Req"
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
 _TEXT = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
@@ -80,6 +81,7 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
      "req tree_cache is_insert|checkpoint"),
     (f"{_SCHEDULER}.abort_request", "AROUND", scheduler_hooks.abort_one, "recv_req"),
+    (f"{_REQ}.update_finish_state", "AROUND", scheduler_hooks.finish_by_token, "new_accepted_len"),
     (f"{_LORA}.load_lora_weights_from_tensors", "BEFORE", adapter_checks.check_tensors,
      "lora_ref tensors"),
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),

@@ -89,6 +89,28 @@ def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "A
             req.rid = rid
 
 
+def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len: int = 1) -> None:
+    """AROUND hook: end a request where decoding token by token would.
+
+    SGLang searches the text of a whole round for one stop string after the other, and for stop
+    tokens only then, so a later match in the round hides an earlier one.
+    """
+    stops = req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs
+    lossless = PROCESS.scheduler is not None and PROCESS.scheduler.lossless
+    if not (lossless and stops and new_accepted_len > 1):
+        original(req, new_accepted_len)
+        return
+    first = len(req.output_ids) - new_accepted_len
+    tokens = req.output_ids[first:]
+    del req.output_ids[first:]
+    for token in tokens:
+        req.output_ids.append(token)
+        original(req)
+        if req.finished():
+            break
+    req.output_ids.extend(tokens[len(req.output_ids) - first :])
+
+
 def keep_sparse_kv_private(
     req: "Req", tree_cache: "BasePrefixCache", **arguments: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -1,6 +1,7 @@
 """A server with lossless decoding, by the `openai` client, against a stock one."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -52,10 +53,18 @@ def test_answers_are_those_of_a_stock_server(served: tuple[str, str]) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     chats = [client(url).chat.completions.create(messages=messages, **GREEDY) for url in served]
     assert chats[0].choices[0].message.content == chats[1].choices[0].message.content
-    for token in token_ids(expected)[5:12]:
-        ours, stock = (answer(url, stop=f"w{token} ").choices[0] for url in served)
-        assert (ours.text, ours.finish_reason) == (stock.text, stock.finish_reason)
-        assert ours.finish_reason == "stop"
+    # Later stops of the same round hide neither earlier strings nor earlier tokens.
+    tokens = token_ids(expected)
+    for token, later in pairwise(tokens[5:12]):
+        stops: tuple[dict[str, Any], ...] = (
+            {"stop": [f"w{later} ", f"w{token} "]},
+            {"stop": f"w{later} ", "extra_body": {"stop_token_ids": [token]}},
+        )
+        for fields in stops:
+            ours, stock = (answer(url, **fields) for url in served)
+            assert ours.choices[0].model_dump() == stock.choices[0].model_dump()
+            assert ours.choices[0].finish_reason == "stop"
+            assert ours.usage.completion_tokens == stock.usage.completion_tokens
 
 
 def test_drafts_are_counted(served: tuple[str, str]) -> None:
