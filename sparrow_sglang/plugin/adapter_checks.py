@@ -1,23 +1,19 @@
-"""Checks of LoRA adapters on all ways in: pushed, loaded by SGLang's own routes, or at start-up.
+"""Checks of LoRA adapters, of which SGLang ignores config fields and tensors that it does not know.
 
-SGLang compares factors with the config only at the first request that uses them, where a wrong
-shape ends the scheduler, and ignores config fields and tensors that it does not know.
+Hooks check them where SGLang loads them, from a folder or tensors, at start-up or later. A pushed
+one is checked before the former is unloaded, against the model's shapes, too.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.json_values import cut, quoted, read_object
+from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.scheduler_calls import ControlError
-from sparrow_sglang.plugin.state import PROCESS
 
 if TYPE_CHECKING:
     import torch
-
-Shapes = Mapping[str, tuple[int, int]]
-"""[out, in] of the model's linear modules by the names that PEFT gives them."""
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 # Projections that the model computes as one; SGLang needs factors for the first and last.
@@ -70,98 +66,83 @@ def check_config(config: Any) -> int:
     return rank
 
 
-def check_factors(
-    tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Shapes, others: bool = False
-) -> set[str]:
-    """Check names, shapes and values of `tensors`; return the last name parts of their modules.
+def check_factor(name: str, tensor: "torch.Tensor", rank: int) -> tuple[str, str]:
+    """The module and the side, A or B, of one of an adapter's tensors.
 
-    `others` allows modules that are not in `shapes`, of which only rank and values are checked.
+    Raises `ControlError` unless it is a factor of this rank whose values are no threat.
+    """
+    named = FACTOR.fullmatch(name)
+    if named is None:
+        raise ControlError(
+            f"tensors[{quoted(name)}]: expected PEFT's name of a linear module's factor, such as"
+            " base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        )
+    # Of experts that are kept together, the first dimension counts them.
+    dimension = -2 if named[2] == "A" else -1
+    shape = list(tensor.shape)
+    if tensor.ndim < 2 or shape[dimension] != rank or not tensor.is_floating_point():
+        raise ControlError(
+            f"tensors[{quoted(name)}] is {tensor.dtype} {shape}: expected floating-point numbers of"
+            f" rank {rank}"
+        )
+    if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
+        raise ControlError(
+            f"tensors[{quoted(name)}]: expected numbers from {-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
+        )
+    return named[1], named[2]
+
+
+def check_factors(
+    tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Mapping[str, tuple[int, int]]
+) -> set[str]:
+    """Check `tensors` against `module_shapes`; return the last name parts of their modules.
+
+    SGLang compares shapes only at the first request, where a wrong one ends the scheduler.
     """
     seen: dict[str, set[str]] = {}
-    for key, tensor in tensors.items():
-        named = FACTOR.fullmatch(key)
-        if named is None or not (others or named[1] in shapes):
+    for name, tensor in tensors.items():
+        module, side = check_factor(name, tensor, rank)
+        if module not in shapes:
+            raise ControlError(f"tensors[{quoted(name)}]: the model has no linear module {module}")
+        rows, columns = shapes[module]
+        expected = [rank, columns] if side == "A" else [rows, rank]
+        if list(tensor.shape) != expected:
             raise ControlError(
-                f"tensors[{quoted(key)}]: expected PEFT's name of a linear module's factor, such as"
-                " base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+                f"tensors[{quoted(name)}] is {list(tensor.shape)}: expected {expected}"
             )
-        module, side = named[1], named[2]
-        _check_shape(key, tensor, side, rank, shapes.get(module))
         seen.setdefault(module, set()).add(side)
-        if not bool((tensor.float().abs() <= _MAX_FACTOR).all()):
-            raise ControlError(
-                f"tensors[{quoted(key)}]: expected numbers from {-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
-            )
     halves = [module for module, sides in seen.items() if len(sides) == 1]
     if halves or not seen:
         raise ControlError(
-            f"tensors hold one factor only of {cut(halves[0])}: expected lora_A and lora_B"
-            if halves
-            else "tensors are empty: expected lora_A and lora_B of at least one module"
+            f"tensors: expected lora_A and lora_B of {cut(str(halves or 'modules'))}"
         )
     return {module.rpartition(".")[2] for module in seen}
 
 
-def _check_shape(
-    key: str, tensor: "torch.Tensor", side: str, rank: int, shape: tuple[int, int] | None
-) -> None:
-    got = list(tensor.shape)
-    if shape is not None:
-        expected = [rank, shape[1]] if side == "A" else [shape[0], rank]
-    else:
-        # Of experts that are kept together, the first dimension counts them.
-        expected = got[:-2] + ([rank, *got[-1:]] if side == "A" else [*got[-2:-1], rank])
-    if got != expected or not tensor.is_floating_point():
-        raise ControlError(
-            f"tensors[{quoted(key)}] is {tensor.dtype} {got}: expected floating-point numbers"
-            f" {expected}"
-        )
+def check_new_adapter(manager: Any, lora_config: Any, *args: Any) -> None:
+    """BEFORE hook of a scheduler: `check_config`, wherever the adapter comes from."""
+    if _is_ours():
+        check_config(lora_config.hf_config)
 
 
-def check_folders(paths: Iterable[str], hf_config: Any) -> None:
-    """Raise `ControlError` if SGLang would compute an adapter in a folder, or on the hub, wrongly.
-
-    SGLang itself refuses ranks and modules for which the server has no memory, and adapts modules
-    that transformers does not have as linear ones, such as embeddings and experts: of these only
-    rank and values are checked.
-    """
-    try:
-        shapes = module_shapes(hf_config)
-    except ControlError:
-        shapes = {}
-    for path in paths:
-        try:
-            _check_folder(path, shapes)
-        except (ValueError, OSError) as error:
-            raise ControlError(f"adapter {path}: {error}") from None
+def check_weight(adapter: Any, name: str, tensor: "torch.Tensor") -> None:
+    """BEFORE hook of a scheduler: `check_factor` of each tensor that SGLang reads."""
+    if _is_ours():
+        check_factor(name, tensor, adapter.config.r)
 
 
-def _check_folder(path: str, shapes: Shapes) -> None:
-    import torch
-    from safetensors.torch import load_file
+def _is_ours() -> bool:
+    # The adapters of --lora-paths are loaded before the attention backend is built.
+    from sglang.srt.runtime_context import get_server_args
 
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    rank = check_config(read_object(folder / "adapter_config.json", "that of PEFT"))
-    # SGLang reads the second kind only where there is none of the first.
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("adapter_model*.bin"))
-    for file in files:
-        is_pickle = file.suffix == ".bin"
-        tensors = torch.load(file, "cpu", weights_only=True) if is_pickle else load_file(str(file))
-        check_factors(tensors, rank, shapes, others=True)
-
-
-def check_tensors(manager: Any, lora_ref: Any, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """BEFORE hook of a scheduler: `check_factors` of an adapter that comes without a folder."""
-    if PROCESS.scheduler is not None:
-        check_factors(tensors, manager.configs[lora_ref.lora_id].r, {}, others=True)
+    return uses_sparrow(get_server_args())
 
 
 def module_shapes(hf_config: Any) -> dict[str, tuple[int, int]]:
-    """Shapes of a model's linear modules; raises `ControlError` if transformers cannot make it."""
+    """[out, in] of a model's linear modules by the names that PEFT gives them.
+
+    Raises `ControlError` if transformers cannot make the model.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

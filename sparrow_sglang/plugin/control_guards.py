@@ -4,13 +4,11 @@ SGLang asserts in the scheduler that it is idle, or that memory has been release
 assertion ends it, and with it all requests. During these calls no score of the audit runs.
 """
 
-import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
-from sparrow_sglang.plugin.adapter_checks import check_config, check_folders
 from sparrow_sglang.plugin.scheduler_calls import ControlError, drained, flush, is_idle
 from sparrow_sglang.plugin.state import ServerState, server_state
 
@@ -136,23 +134,6 @@ async def resume_memory(call: Call, manager: Any, state: ServerState, request: A
         answer = await call()
         state.released -= tags
     return answer
-
-
-@_hook
-async def load_adapter(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Refuse an adapter that SGLang would load and then compute wrongly."""
-    try:
-        if hasattr(request, "lora_path"):
-            hf_config = manager.model_config.hf_config
-            await asyncio.to_thread(check_folders, [request.lora_path], hf_config)
-        else:
-            # Tensors in shared memory can be received only once.
-            check_config(request.config_dict)
-    except ControlError as error:
-        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
-
-        return LoadLoRAAdapterReqOutput(success=False, error_message=str(error))
-    return await call()
 
 
 def _without_scores(

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
 from sparrow_sglang.config import AUTO, named_schedule
-from sparrow_sglang.plugin.adapter_checks import check_folders
 from sparrow_sglang.plugin.lossless.refusals import MAX_REQUESTS, is_lossless
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     device_problems,
     model_problems,
     not_registered,
-    rank_problems,
     refuse,
     server_problems,
     uses_sparrow,
@@ -147,7 +145,6 @@ def install() -> None:
     module.add_attention_backend_choices([BACKEND])
     add_server_fields(cls, FIELDS)
     _check_around_resolution(cls)
-    _check_adapters(cls)
     _check_model_config(cls)
     setattr(cls, _MARK, True)
 
@@ -228,21 +225,6 @@ def _check_around_resolution(cls: Any) -> None:
     setattr(cls, method, resolve)
 
 
-def _check_adapters(cls: Any) -> None:
-    """Refuse adapters of --lora-paths that SGLang would load and then compute wrongly."""
-    original = cls.check_server_args
-
-    @functools.wraps(original)
-    def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        adapters = resolved(self).lora_paths if uses_sparrow(self) else None
-        if adapters:
-            paths = [adapter.lora_path for adapter in adapters]
-            check_folders(paths, read_model_config(self).hf_config)
-
-    cls.check_server_args = check_server_args
-
-
 def _check_model_config(cls: Any) -> None:
     """Refuse a model as soon as SGLang has read its config, before SGLang adapts its arguments."""
     original = getattr(cls, "get_model_config", None)
@@ -296,7 +278,6 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     refuse(server_problems(view))
     model_config = model_config_if_read(server_args)
     if model_config is not None:
-        refuse(rank_problems(view, model_config))
         schedule, _ = resolve_schedule(server_args, model_config.hf_config)
         refuse(device_problems(view, model_config, schedule))
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 from adapted_models import save_adapter
+from engines import start_engine
 from safetensors.torch import load_file, save_file
 
 from sparrow_sglang import push_adapter
@@ -225,14 +226,14 @@ def to_json(request: Any) -> dict[str, Any]:
 
 
 def test_the_adapters_of_the_start_are_checked(
-    model_of_words: str, adapter: str, tmp_path: Path
+    model_of_words: str, adapter: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from sparrow_sglang.commands.serve import parse_server_args, with_defaults
-    from sparrow_sglang.errors import InputError
-
-    words = [model_of_words, "--sparrow-schedule", "fixed-64", "--enable-lora", "--lora-backend"]
-    words += ["torch_native", "--skip-tokenizer-init", "--lora-paths"]
-    words = with_defaults(words)
-    assert parse_server_args([*words, f"a={adapter}"]).enable_lora
-    with pytest.raises(InputError, match="use_rslora"):
-        parse_server_args([*words, f"a={changed(adapter, tmp_path / 'a', {'use_rslora': True})}"])
+    arguments = {
+        "attention_backend": "sparrow",
+        "sparrow_schedule": "fixed-64",
+        "enable_lora": True,
+        "lora_paths": {"a": changed(adapter, tmp_path, {"use_rslora": True})},
+    }
+    with pytest.raises(RuntimeError), start_engine(model_of_words, **arguments):
+        pass
+    assert "use_rslora=True" in capfd.readouterr().err

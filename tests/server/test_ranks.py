@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapted_models import save_adapter
 from engines import (
     RULE,
     RULED,
@@ -19,13 +18,11 @@ from engines import (
 from oracle import ContractModel
 from pools import chosen_pairs
 
-from sparrow_sglang import push_adapter
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.plugin.scheduler_calls import rank_name
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.sglang_versions import ranks
 
 PROMPT = random_prompt(0, 100)
 TARGETS = ("q_proj", "v_proj")
@@ -47,10 +44,8 @@ def failing() -> Iterator[None]:
     """Make schedulers, which are forked from this process, fail on some schedules.
 
     fails-dp-rank-1 cannot be loaded on that rank; stays-dp-rank-1 cannot be loaded on the others,
-    and that rank cannot go back from it to fixed-64. The adapter `fails` cannot be loaded on
-    tp rank 1.
+    and that rank cannot go back from it to fixed-64.
     """
-    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.scheduler import Scheduler
 
     # Hooks stay beneath what is patched here, and outlive it.
@@ -72,19 +67,9 @@ def failing() -> Iterator[None]:
             raise RuntimeError("cannot go back")
         load(budgets, schedule)
 
-    load_weights = LoRAManager.load_lora_weights_from_tensors
-
-    # A wrapper, as hooks must be found beneath it.
-    @functools.wraps(load_weights)
-    def failing_weights(self: Any, lora_ref: Any, tensors: Any) -> None:
-        if lora_ref.lora_name == "fails" and ranks(self).tp_rank == 1:
-            raise RuntimeError("out of memory")
-        load_weights(self, lora_ref, tensors)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "__init__", remembered)
         patch.setattr(BudgetTable, "load", failing_load)
-        patch.setattr(LoRAManager, "load_lora_weights_from_tensors", failing_weights)
         yield
 
 
@@ -219,18 +204,3 @@ def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
     assert get_schedule(halves) == BudgetSchedule.fixed(64)
     assert set_schedule(halves, "fixed-128").name == "fixed-64"
     assert get_schedule(halves).name == "fixed-128"
-
-
-def test_an_adapter_that_one_rank_has_not_loaded_is_on_none(
-    halves: Any, model: str, tmp_path: Path
-) -> None:
-    folder, _ = save_adapter(model, tmp_path, 1, TARGETS)
-    with pytest.raises(EndpointError, match="tp rank 1"):
-        push_adapter(halves, "fails", folder)
-    with pytest.raises(ValueError, match="fails"):
-        halves.generate(input_ids=PROMPT, lora_path="fails")
-    push_adapter(halves, "mine", folder)
-    answer = halves.generate(
-        input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, lora_path="mine"
-    )
-    assert answer["meta_info"]["completion_tokens"] == 4
