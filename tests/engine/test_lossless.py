@@ -28,6 +28,7 @@ from varied_drafts import vary_drafts
 from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.plugin import passes
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
@@ -36,6 +37,7 @@ from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 FP32 = 2e-4
+RUN = passes.run
 DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
 POOL = {
     "chunked_prefill_size": 64,
@@ -70,6 +72,13 @@ def require_measured(scheduler: Any) -> None:
     assert worker.measured == sparrow_backend(worker.model_runner).schedule
 
 
+def run_within_context(runner: Any, *arguments: Any) -> Any:
+    """Some models have no rotary angles past the context."""
+    *_, positions, _ = arguments
+    assert int(positions.max()) < runner.model_config.context_len
+    return RUN(runner, *arguments)
+
+
 @pytest.fixture(scope="module")
 def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
     from sglang.srt.managers.scheduler import Scheduler
@@ -79,6 +88,7 @@ def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
         patch.setattr(Scheduler, "require_whole_pool", require_whole_pool, raising=False)
         patch.setattr(Scheduler, "require_measured", require_measured, raising=False)
         patch.setattr(LosslessWorker, "measure", measure)
+        patch.setattr(passes, "run", run_within_context)
         arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
         with start_engine(sharp_llama, **arguments, **DRAFTS, **POOL) as engine:
             yield engine

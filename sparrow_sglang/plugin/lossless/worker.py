@@ -151,16 +151,16 @@ class LosslessWorker(BaseSpecWorker):
         self, batch: "ScheduleBatch", count: int, on_publish: Any = None
     ) -> GenerationBatchResult:
         """A round with `count` drafts."""
-        runner, width = self.model_runner, self._width
+        runner, config = self.model_runner, self.model_runner.model_config
         # The scheduler may change its lengths before this round has run.
         committed, rows = batch.seq_lens.clone(), batch.req_pool_indices
         positions = committed.long() + self._positions
         lengths = positions.to(committed.dtype) + 1
         slots = runner.req_to_token_pool.req_to_token[rows.long(), positions].long()
-        latest = batch.spec_info.bonus_tokens.reshape(-1).long()
-        vocabulary = runner.model_config.vocab_size
-        drafts = acceptance.Drafts(latest, width - 1, vocabulary, batch.sampling_info)
-        known = batch.seq_lens_cpu
+        # Past the context no token is returned, and some models have no rotary angles.
+        positions = positions.clamp(max=config.context_len - 1)
+        latest, known = batch.spec_info.bonus_tokens.reshape(-1).long(), batch.seq_lens_cpu
+        drafts = acceptance.Drafts(latest, self._width - 1, config.vocab_size, batch.sampling_info)
 
         def decode(number: int) -> Any:
             """The decode step after the latest token and `number` drafts."""
