@@ -3,60 +3,21 @@
 import argparse
 import json
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, count, exit_on_sigterm
-from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.json_values import read_object
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder, path_problem
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
-from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
-from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.schedule import PAGE_SIZE
 
 MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""
 STOCK = "stock"
 """Instead of a backend's name: the one that SGLang itself chooses for model, GPU and version."""
-ENGINE_MEMORY_GB = 40.0
-
-
-@dataclass(frozen=True)
-class Side:
-    """An attention backend of SGLang; `schedule` is None for a dense one.
-
-    With `drafts`, lossless decoding of so many a round.
-    """
-
-    backend: str
-    schedule: str | None
-    drafts: int | None = None
-
-    @property
-    def name(self) -> str:
-        return "lossless" if self.drafts else "sparse" if self.schedule else "dense"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A model in `path`, with random weights unless `has_weights`, and the sides to measure.
-
-    `config` is that of the language model. The sparse side comes first, so that no time is spent
-    on the dense side if the sparse side refuses the settings.
-    """
-
-    model: str
-    path: Path
-    has_weights: bool
-    config: Mapping[str, Any]
-    sides: tuple[Side, Side]
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -83,29 +44,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default="{}",
         metavar="JSON",
         help='further arguments of sglang.Engine, e.g. \'{"quantization": "fp8"}\'',
-    )
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "--model",
-        default="qwen3-1.7b",
-        help=f"shapes of the model with random weights: {', '.join(known_models())}",
-    )
-    model.add_argument(
-        "--model-path",
-        help=f"folder of a model to load instead, or {EMBEDDED_MODEL_NAME}; works without a GPU",
-    )
-    parser.add_argument(
-        "--schedule",
-        help="shipped name, .json file or fixed-<tokens> (default: the model's for target 0.86)",
-    )
-    parser.add_argument(
-        "--dense-backend",
-        default=STOCK,
-        help="attention backend of SGLang to compare with (default: SGLang's own choice;"
-        " torch_native without a GPU)",
     )
 
 
@@ -142,41 +80,6 @@ def known_models() -> list[str]:
     return sorted(folder.name for folder in MODELS.iterdir())
 
 
-def comparison(options: argparse.Namespace) -> Comparison:
-    """The model and sides that the options name. Raises `ValueError`, before torch is imported."""
-    if options.model_path is None:
-        if options.model not in known_models():
-            raise ValueError(f"--model {options.model!r}: expected {', '.join(known_models())}")
-        path = MODELS / options.model
-    else:
-        try:
-            path = Path(model_folder(options.model_path))
-        except ModelError as error:
-            raise ValueError(f"--model-path {options.model_path}: {error}") from None
-        if problem := path_problem(str(path)):
-            raise ValueError(f"--model-path {path}: {problem}")
-    config = read_object(path / "config.json", "a model's config.json")
-    if options.schedule is not None:
-        load_schedule(options.schedule, PAGE_SIZE).for_model(config)
-    schedule = options.schedule or (
-        DRAFTS if options.drafts else schedule_for_model(config, PAGE_SIZE).name
-    )
-    dense = options.dense_backend
-    if dense == BACKEND:
-        raise ValueError(f"--dense-backend {dense}: expected a dense backend, such as fa3")
-    from torch.cuda import is_available
-
-    if dense == STOCK and not is_available():
-        dense = "torch_native"
-    return Comparison(
-        model=options.model if options.model_path is None else path.name,
-        path=path,
-        has_weights=options.model_path is not None,
-        config=text_config(config),
-        sides=(Side(BACKEND, schedule, options.drafts), Side(dense, None)),
-    )
-
-
 def engine_settings(
     model: Path | str,
     has_weights: bool,
@@ -206,17 +109,14 @@ def backend_of(engine: Any) -> str:
     return str(info.get("decode_attention_backend") or info.get("attention_backend") or STOCK)
 
 
-def require_cuda(
-    parser: argparse.ArgumentParser, memory_gb: float, purpose: str, devices: int = 1
-) -> None:
+def require_cuda(parser: argparse.ArgumentParser, devices: int = 1) -> None:
     import torch
 
     if (found := torch.cuda.device_count()) < devices:
         parser.exit(
             2,
-            f"{parser.prog}: error: {found or 'no'} CUDA device found; expected {devices} with"
-            f" about {memory_gb:.0f} GB of free memory for {purpose}; `sparrow plan` predicts step"
-            " times without a GPU\n",
+            f"{parser.prog}: error: {found or 'no'} CUDA device found; expected {devices};"
+            " `sparrow plan` predicts step times without a GPU\n",
         )
 
 
@@ -266,17 +166,3 @@ def in_fresh_process(function: Callable[..., None], *arguments: Any) -> bool:
     finally:
         process.kill()
     return process.exitcode == 0
-
-
-def measure_sides(
-    compared: Comparison,
-    options: argparse.Namespace,
-    run_side: Callable[[Comparison, Side, argparse.Namespace], None],
-) -> Sequence[Mapping[str, Any]]:
-    """Have `run_side` add each side's row to `--out`; returns the rows, up to a side that fails."""
-    for side in compared.sides:
-        if not in_fresh_process(run_side, compared, side, options):
-            print(f"{compared.model} {side.name}: failed", file=sys.stderr, flush=True)
-            break
-    rows: Sequence[Mapping[str, Any]] = read_result(options.out)["rows"]
-    return rows

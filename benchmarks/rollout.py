@@ -6,55 +6,57 @@ on one side and then on the other; each side runs in a process of its own.
 
 import argparse
 import asyncio
-import itertools
 import math
 import random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
-    ENGINE_MEMORY_GB,
+    MODELS,
     STOCK,
-    Comparison,
-    Side,
     add_draft_options,
     add_engine_arguments,
-    add_model_options,
     add_row,
     backend_of,
     begin,
     bench_parser,
-    comparison,
     engine_settings,
-    measure_sides,
+    in_fresh_process,
+    known_models,
     read_result,
     require_cuda,
 )
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
 from sparrow_sglang.environment import exported
+from sparrow_sglang.hf_config import text_config
+from sparrow_sglang.json_values import read_object
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder, path_problem
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
+from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
+from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 
 GROUP = 8
 """Sequences that share one prompt."""
 SIGMA = 0.8
 """Standard deviation of the logarithm of lengths: those of a reasoning model span an order of
 magnitude."""
-SAMPLE_S = 1.0
-# One message per 16 tokens of a request is fine enough for the curve, and a small load on the host.
+# The first token is streamed at once. Afterwards few messages are a small load on the host.
 STREAM_INTERVAL = 16
 
 DESCRIPTION = """\
 Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
 exactly as many tokens as its length says, until the last one is done. Reports seconds to the first
-token and to the last one, tokens/s, and the generated tokens and running sequences at each second.
+token and to the last one, tokens/s, and when each sequence ended.
 Weights are random (nothing is downloaded) unless --model-path names a model.
 """
 EXAMPLES = """\
@@ -66,40 +68,25 @@ EXAMPLES = """\
 
 
 @dataclass(frozen=True)
+class Model:
+    """A model in `path`, with random weights unless `has_weights`, and its schedule.
+
+    `config` is that of the language model.
+    """
+
+    name: str
+    path: Path
+    has_weights: bool
+    config: Mapping[str, Any]
+    schedule: str
+
+
+@dataclass(frozen=True)
 class Request:
     """One sequence: its prompt's token ids, and how many tokens it generates."""
 
     prompt: list[int]
     new_tokens: int
-
-
-@dataclass
-class Progress:
-    """What has been seen of each request, in seconds since the start.
-
-    `ended_s` is None while it runs. `first_token_s` are the times of first tokens, in their order.
-    """
-
-    tokens: list[int]
-    ended_s: list[float | None]
-    first_token_s: list[float] = field(default_factory=list)
-    curve: list[dict[str, float]] = field(default_factory=list)
-
-    def sample(self, seconds: float) -> None:
-        """Append a point to the curve; its `tokens_per_s` covers the time since the last point."""
-        last = self.curve[-1] if self.curve else {"s": 0.0, "tokens": 0}
-        running = [n for n, end in zip(self.tokens, self.ended_s, strict=True) if end is None]
-        total = sum(self.tokens)
-        self.curve.append(
-            {
-                "s": seconds,
-                "tokens": total,
-                # Without a token yet, a request is still waiting or in prefill.
-                "running": sum(1 for tokens in running if tokens),
-                "unfinished": len(running),
-                "tokens_per_s": (total - last["tokens"]) / max(seconds - last["s"], 1e-9),
-            }
-        )
 
 
 def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
@@ -152,52 +139,35 @@ def make_requests(
 
 
 def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
-    """Run all requests at once to the last token; return the totals and the curve over time.
+    """Run all requests at once to the last token; return the totals and when each one ended.
 
     The prefix cache is flushed first. Raises `RuntimeError` if a request ends at another length.
     """
     connect(engine).flush_cache(60.0)
-    number = len(requests)
-    progress = Progress([0] * number, [None] * number)
-    seconds: float = engine.loop.run_until_complete(_replay(engine, requests, progress))
-    output_tokens = sum(progress.tokens)
+
+    async def together() -> list[tuple[float, float]]:
+        start = time.perf_counter()
+        return await asyncio.gather(
+            *(_follow(engine, *each, start) for each in enumerate(requests))
+        )
+
+    first_token_s, ended_s = zip(*engine.loop.run_until_complete(together()), strict=True)
+    output_tokens, seconds = sum(request.new_tokens for request in requests), max(ended_s)
     return {
-        "sequences": number,
+        "sequences": len(requests),
         "prompt_tokens": sum(len(request.prompt) for request in requests),
         "output_tokens": output_tokens,
-        "longest": max(progress.tokens),
-        "first_token_median_s": median(progress.first_token_s),
-        "first_token_last_s": max(progress.first_token_s),
+        "longest": max(request.new_tokens for request in requests),
+        "first_token_median_s": median(first_token_s),
+        "first_token_last_s": max(first_token_s),
         "seconds": seconds,
         "tokens_per_s": output_tokens / seconds,
-        "ended_s": progress.ended_s,
-        "curve": progress.curve,
+        "ended_s": ended_s,
     }
 
 
-async def _replay(engine: Any, requests: Sequence[Request], progress: Progress) -> float:
-    start = time.perf_counter()
-
-    async def watch() -> None:
-        for number in itertools.count(1):
-            await asyncio.sleep(start + number * SAMPLE_S - time.perf_counter())
-            progress.sample(time.perf_counter() - start)
-
-    watcher = asyncio.ensure_future(watch())
-    try:
-        await asyncio.gather(
-            *(_follow(engine, *each, start, progress) for each in enumerate(requests))
-        )
-    finally:
-        watcher.cancel()
-    seconds = time.perf_counter() - start
-    progress.sample(seconds)
-    return seconds
-
-
-async def _follow(
-    engine: Any, index: int, request: Request, start: float, progress: Progress
-) -> None:
+async def _follow(engine: Any, index: int, request: Request, start: float) -> tuple[float, float]:
+    """Seconds from `start` to the request's first token, and to its last one."""
     parts = await engine.async_generate(
         input_ids=request.prompt,
         sampling_params={
@@ -208,25 +178,27 @@ async def _follow(
         },
         stream=True,
     )
-    reason = None
+    meta = (await anext(parts))["meta_info"]
+    first_token_s = time.perf_counter() - start
     async for part in parts:
-        if not progress.tokens[index]:
-            progress.first_token_s.append(time.perf_counter() - start)
-        progress.tokens[index] += len(part["output_ids"])
-        reason = part["meta_info"]["finish_reason"]
-    if (tokens := progress.tokens[index]) != request.new_tokens:
+        meta = part["meta_info"]
+    if (tokens := meta["completion_tokens"]) != request.new_tokens:
         raise RuntimeError(
-            f"sequence {index} ended with {tokens} tokens instead of {request.new_tokens}: {reason}"
+            f"sequence {index} ended with {tokens} tokens instead of {request.new_tokens}:"
+            f" {meta['finish_reason']}"
         )
-    progress.ended_s[index] = time.perf_counter() - start
+    return first_token_s, time.perf_counter() - start
 
 
 def engine_defaults(
-    compared: Comparison, side: Side, requests: Sequence[Request], on_gpu: bool
+    model: Model,
+    backend: str,
+    schedule: str | None,
+    drafts: int | None,
+    requests: Sequence[Request],
+    on_gpu: bool,
 ) -> dict[str, Any]:
-    arguments = engine_settings(
-        compared.path, compared.has_weights, side.backend, side.schedule, side.drafts
-    )
+    arguments = engine_settings(model.path, model.has_weights, backend, schedule, drafts)
     # Each part of a stream has only the tokens since the last part.
     arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
     if on_gpu:
@@ -236,25 +208,29 @@ def engine_defaults(
     return arguments | {"dtype": "float32", "max_total_tokens": room}
 
 
-def run_side(compared: Comparison, side: Side, options: argparse.Namespace) -> None:
+def run_side(
+    model: Model, side: str, backend: str, schedule: str | None, options: argparse.Namespace
+) -> None:
     import sglang
     import torch
 
-    prompt_tokens, vocab_size = options.prompt_tokens, compared.config["vocab_size"]
+    prompt_tokens, vocab_size = options.prompt_tokens, model.config["vocab_size"]
     requests = make_requests(request_lengths(options), prompt_tokens, vocab_size, options.seed)
-    defaults = engine_defaults(compared, side, requests, torch.cuda.is_available())
+    drafts = options.drafts if schedule else None
+    on_gpu = torch.cuda.is_available()
+    defaults = engine_defaults(model, backend, schedule, drafts, requests, on_gpu)
     forced: AbstractContextManager[None] = nullcontext()
-    if side.drafts and not compared.has_weights:
+    if drafts and not model.has_weights:
         forced = exported(FORCED_ACCEPTANCE, str(options.acceptance_rate))
     with forced, sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
-        served = backend_of(engine) if side.backend == STOCK else side.backend
+        served = backend_of(engine) if backend == STOCK else backend
         replay(engine, make_requests([32] * GROUP, prompt_tokens, vocab_size, options.seed + 1))
         measured = replay(engine, requests)
-    row = {"model": compared.model, "backend": served, "schedule": side.schedule} | measured
-    if side.drafts:
-        row["drafts"] = side.drafts
+    row = {"model": model.name, "backend": served, "schedule": schedule} | measured
+    if drafts:
+        row["drafts"] = drafts
     add_row(options.out, row)
-    print(f"{compared.model} {side.name} ({side.schedule or served}): {summary(row)}", flush=True)
+    print(f"{model.name} {side} ({schedule or served}): {summary(row)}", flush=True)
 
 
 def summary(row: Mapping[str, Any]) -> str:
@@ -280,8 +256,27 @@ def compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("rollout", DESCRIPTION, EXAMPLES, "rollout.json")
-    add_model_options(parser)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model",
+        default="qwen3-1.7b",
+        help=f"shapes of the model with random weights: {', '.join(known_models())}",
+    )
+    model.add_argument(
+        "--model-path",
+        help=f"folder of a model to load instead, or {EMBEDDED_MODEL_NAME}; works without a GPU",
+    )
     add = parser.add_argument
+    add(
+        "--schedule",
+        help="shipped name, .json file or fixed-<tokens> (default: the model's for target 0.86)",
+    )
+    add(
+        "--dense-backend",
+        default=STOCK,
+        help="attention backend of SGLang to compare with (default: SGLang's own choice;"
+        " torch_native without a GPU)",
+    )
     add("--sequences", type=count, default=64, help=f"a multiple of {GROUP}")
     add("--mean-tokens", type=count, default=8192, help="mean of the log-normal lengths")
     add("--max-tokens", type=count, default=32768, help="longer lengths are cut off there")
@@ -292,14 +287,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _model(options: argparse.Namespace) -> Model:
+    """The model that the options name. Raises `ValueError`, before torch is imported."""
+    if options.model_path is None:
+        if options.model not in known_models():
+            raise ValueError(f"--model {options.model!r}: expected {', '.join(known_models())}")
+        path = MODELS / options.model
+    else:
+        try:
+            path = Path(model_folder(options.model_path))
+        except ModelError as error:
+            raise ValueError(f"--model-path {options.model_path}: {error}") from None
+        if problem := path_problem(str(path)):
+            raise ValueError(f"--model-path {path}: {problem}")
+    config = read_object(path / "config.json", "a model's config.json")
+    if options.schedule is not None:
+        load_schedule(options.schedule, PAGE_SIZE).for_model(config)
+    schedule = options.schedule or (
+        DRAFTS if options.drafts else schedule_for_model(config, PAGE_SIZE).name
+    )
+    has_weights = options.model_path is not None
+    name = path.name if has_weights else options.model
+    return Model(name, path, has_weights, text_config(config), schedule)
+
+
+def _dense_backend(options: argparse.Namespace) -> str:
+    name: str = options.dense_backend
+    if name == BACKEND:
+        raise ValueError(f"--dense-backend {name}: expected a dense backend, such as fa3")
+    from torch.cuda import is_available
+
+    return "torch_native" if name == STOCK and not is_available() else name
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
         lengths = request_lengths(options)
-        compared = comparison(options)
+        model, dense_backend = _model(options), _dense_backend(options)
         arguments, positions = engine_arguments(options.engine_args), "max_position_embeddings"
-        context = arguments.get("context_length") or compared.config[positions]
+        context = arguments.get("context_length") or model.config[positions]
         longest = options.prompt_tokens + max(lengths)
         if longest >= context:
             raise ValueError(
@@ -307,16 +335,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     except ValueError as error:
         parser.error(str(error))
-    if not compared.has_weights:
-        require_cuda(parser, ENGINE_MEMORY_GB, "weights and KV cache")
+    if not model.has_weights:
+        require_cuda(parser)
     begin(parser, options, lengths=lengths)
-    rows = measure_sides(compared, options, run_side)
-    speed = compare(rows)
-    write_json(options.out, read_result(options.out) | {"compared": speed})
+    # Sparse first: no time is spent on the dense side if the sparse side refuses the settings.
+    sparse = "lossless" if options.drafts else "sparse"
+    for side in ((sparse, BACKEND, model.schedule), ("dense", dense_backend, None)):
+        if not in_fresh_process(run_side, model, *side, options):
+            print(f"{model.name} {side[0]}: failed", file=sys.stderr, flush=True)
+            break
+    result = read_result(options.out)
+    speed = compare(result["rows"])
+    write_json(options.out, result | {"compared": speed})
     if not speed:
         return 1
     print(
-        f"{compared.model}: sparse is {speed['first_token_speedup']:.2f}x as fast as dense to the"
+        f"{model.name}: sparse is {speed['first_token_speedup']:.2f}x as fast as dense to the"
         f" first tokens, {speed['speedup']:.2f}x to the last one"
     )
     return 0

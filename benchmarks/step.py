@@ -9,7 +9,6 @@ handling cancel. Prefill is timed with an empty prefix cache, to the last sequen
 import argparse
 import dataclasses
 import json
-import math
 import random
 import re
 import statistics
@@ -136,16 +135,6 @@ def step_bytes(
     if quantization == "fp8":
         weight_bytes = weights + part.hidden_size * part.vocab_size
     return round(moved.total - moved.weights + weight_bytes)
-
-
-def memory_gb(shape: ModelShape, lengths: list[int], ranks: int) -> float:
-    """GB of 16-bit weights (all experts included) and of KV on each GPU.
-
-    Layers with a sliding window count with their full KV, as SGLang may keep it in the common pool.
-    """
-    part = shape.on_rank(ranks)
-    kv_bytes = part.kv_itemsize * part.layer_kv_width * part.kv_layers * sum(lengths)
-    return (2 * part.weights_read(math.inf) + kv_bytes) / 1e9
 
 
 def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:
@@ -414,9 +403,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> float:
-    """GB that the largest case keeps in memory; `ValueError` names an option that cannot work."""
-    most, kv_dtype = 0.0, kv_cache_dtype(options)
+def _check(options: argparse.Namespace) -> None:
+    """Raise a `ValueError` that names an option that cannot work."""
+    kv_cache_dtype(options)
+    for case in options.cases:
+        batch_lengths(case)
     for name in engine_arguments(options.engine_args):
         if name in ("tp_size", "ep_size"):
             raise ValueError(f"--engine-args {name}: set --{name.removesuffix('_size')} instead")
@@ -429,20 +420,16 @@ def _check(options: argparse.Namespace) -> float:
             raise ValueError(f"--ep {options.ep}: {model} has no experts; expected 1")
         for schedule in options.schedules:
             load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
-        for case in options.cases:
-            shape = model_shape(model, kv_dtype)
-            most = max(most, memory_gb(shape, batch_lengths(case), options.tp))
-    return most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        largest_gb = _check(options)
+        _check(options)
     except ValueError as error:
         parser.error(str(error))
-    require_cuda(parser, largest_gb, "the largest case", options.tp)
+    require_cuda(parser, options.tp)
     begin(parser, options)
     failed = False
     for model, backend, schedule, drafts in engines(options):

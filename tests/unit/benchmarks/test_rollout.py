@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparrow_sglang.benchmarks import common
+from sparrow_sglang.benchmarks import common, rollout
 from sparrow_sglang.benchmarks.rollout import synthetic_lengths
 from sparrow_sglang.commands import cli
 
@@ -31,14 +31,14 @@ def test_what_was_measured_survives_a_side_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run_side(_: Any, compared: Any, side: common.Side, options: Any) -> bool:
-        if fails and not side.schedule:
+    def run_side(_: Any, model: Any, side: str, backend: str, schedule: Any, options: Any) -> bool:
+        if fails and not schedule:
             return False
-        row = {"backend": side.backend, "schedule": side.schedule, "first_token_last_s": 1.0}
-        common.add_row(options.out, row | {"tokens_per_s": 4.0 if side.schedule else 2.0})
+        row = {"backend": backend, "schedule": schedule, "first_token_last_s": 1.0}
+        common.add_row(options.out, row | {"tokens_per_s": 4.0 if schedule else 2.0})
         return True
 
-    monkeypatch.setattr(common, "in_fresh_process", run_side)
+    monkeypatch.setattr(rollout, "in_fresh_process", run_side)
     out = tmp_path / "rollout.json"
     words = ["bench", "rollout", "--model-path", tiny_qwen3, "--schedule", "fixed-64"]
     words += "--sequences 8 --mean-tokens 40 --max-tokens 120 --prompt-tokens 48".split()
