@@ -102,17 +102,6 @@ class MeasuredTails:
             need = budget
         return need
 
-    def closest(self, index: int, target: float) -> tuple[int, BinTail] | None:
-        """The budget that came closest to the target in bin `index`, with its tail there.
-
-        None where a measured budget holds or none can be judged. Budgets that hold although a
-        larger one does not are not considered.
-        """
-        if self.need(index, target) != self.whole_budget(index):
-            return None
-        missed = [pair for pair in self.judged(index).items() if not holds(pair[1], target)]
-        return max(missed, key=lambda pair: (pair[1].tail_low, pair[0]), default=None)
-
 
 def interval(tail: BinTail) -> dict[str, Any]:
     names = ("tokens", "tail", "tail_low", "tail_high", "mean")

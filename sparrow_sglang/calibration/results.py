@@ -1,6 +1,5 @@
 """Schedule files with their evidence, reports of checks, and both as tables."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from sparrow_sglang.calibration.choice import (
 from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.calibration.samples import Tokens, WorkFolder
-from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail
+from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -48,7 +47,6 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     yield f"{describe_tails(tails, job.targets)}\n"
     failures = []
     for path, target in job.files.items():
-        yield from describe_misses(tails, target)
         try:
             schedule = make_schedule(
                 path.stem, target, tails, job.page_size, job.context, evidence, rule
@@ -197,30 +195,6 @@ def describe_tails(tails: MeasuredTails, targets: Sequence[float]) -> str:
             lines.append(_table_line(span, budget, interval(tail), verdict))
             span = ""
     return "\n".join(lines)
-
-
-def describe_misses(tails: MeasuredTails, target: float) -> Iterator[str]:
-    """A line on each bin where no measured budget holds: which came closest, and what to try."""
-    for index in tails.bins:
-        closest = tails.closest(index, target)
-        if closest is None:
-            continue
-        tail = closest[1]
-        hints = ["more prompts or --samples"] if (tail.tail_high or 0) >= target else []
-        hints.append("larger --budgets, with a --work of its own")
-        if tail.tail_low:
-            hints.append(f"a --target of at most {math.floor(tail.tail_low * 100) / 100:.2f}")
-        yield (
-            f"positions {_positions(index, tails.bin_tokens)}: no budget holds {target:g};"
-            f" {_closest_words(*closest)}; try {', or '.join(hints)}"
-        )
-
-
-def _closest_words(budget: int, tail: BinTail) -> str:
-    return (
-        f"{budget} came closest, with a tail of {tail.tail:.3f}"
-        f" (interval {tail.tail_low:.3f}-{tail.tail_high:.3f})"
-    )
 
 
 def _positions(index: int, bin_tokens: int) -> str:

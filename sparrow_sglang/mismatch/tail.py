@@ -5,7 +5,7 @@ Imports neither torch nor SGLang.
 
 import zlib
 from dataclasses import dataclass
-from math import ceil, pi, sqrt, tan
+from math import ceil, sqrt
 from typing import Any
 
 import numpy as np
@@ -147,15 +147,10 @@ def _error_of_ratio(values: NDArray[Any], tokens: NDArray[np.int64], confidence:
 
 
 def students_t(confidence: float, freedom: float) -> float:
-    """Half the width of the middle `confidence` of Student's t distribution.
+    """Half the width of the middle `confidence` of Student's t distribution."""
+    from scipy.special import stdtrit
 
-    With t = sqrt(freedom) tan(angle), angles have a density that is proportional to
-    cos(angle) ** (freedom - 1).
-    """
-    angles = np.linspace(0, pi / 2, 2**11 + 1)
-    density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
-    mass = np.append(0.0, np.cumsum(density))
-    return sqrt(freedom) * tan(float(np.interp(confidence * mass[-1], mass, angles)))
+    return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 def _checked_alpha(alpha: ArrayLike) -> NDArray[np.float64]:
