@@ -121,7 +121,7 @@ def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
     overrides = [f"engine.server_args.{name}={value}" for name, value in ENGINE.items()]
     config = TrainConfig.load(TRAINING, [f"run_dir={folder}/run", *overrides])
     with open_run(config, prepare(config), resume=False) as run:
-        engine = run.actor.engine.engine
+        engine = run.engine.engine
         set_schedule(engine, SCHEDULE)
         generate(engine, num_tokens)
         if training:

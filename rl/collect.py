@@ -42,11 +42,8 @@ def collect(run: Run, first: int, clock: Clock) -> Collected:
         sampled = _Sampled(run, scoring, first)
         begun = sampled.begin(run.config.rollout.prompts_per_step)
         with clock("rollout"):
-            for position, group in run.actor.stream(
-                begun, count_finished(run), sampled.more_groups
-            ):
+            for position, group in run.stream(begun, count_finished(run), sampled.more_groups):
                 sampled.add(position, group)
-            run.actor.engine.release()
         with clock("reward"):
             scoring.wait()
         return sampled.result()
@@ -200,11 +197,8 @@ def collect_partial(run: Run, first: int, step: int, clock: Clock) -> Collected:
         with clock("rollout"):
             unfinished = [position for position, group in groups.items() if not group.finished]
             begun = [groups[position] for position in unfinished]
-            for index, group in run.actor.stream(
-                begun, count_finished(run), should_stop=should_stop
-            ):
+            for index, group in run.stream(begun, count_finished(run), should_stop=should_stop):
                 take(unfinished[index], group)
-            run.actor.engine.release()
         chosen = sorted(numbers)
         with clock("reward"):
             scores = scoring.scores([numbers[position] for position in chosen])

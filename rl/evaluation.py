@@ -1,6 +1,6 @@
 """Rewards of the dense policy on held-out prompts: dense decode, without adapter."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.rl.config import EvaluationConfig
-from sparrow_sglang.rl.rollout import OnFinished
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs.log import Decode, response_rows
-from sparrow_sglang.rl.runs.run import SparseActor
-from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed, Scores
-from sparrow_sglang.rl.types import Group, Prompt, Rewards, known_rewards
+from sparrow_sglang.rl.runs.run import Run
+from sparrow_sglang.rl.tasks.rewards import RewardsFailed, Scores
+from sparrow_sglang.rl.types import Group, Rewards, known_rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,21 +34,27 @@ class Evaluation:
         return lines
 
 
-def evaluate(
-    heldout: Mapping[str, Sequence[Prompt]],
-    settings: EvaluationConfig,
-    actor: SparseActor,
-    reward_workers: RewardPool,
-    counter: Callable[[str, int], OnFinished],
-) -> Evaluation:
-    """Evaluate the policy that `actor` has loaded, on the first prompts of each set.
-    `eval/pass_rate` is the mean reward, of several sets the mean of `eval/NAME/pass_rate`; missing
-    rewards do not count. Raises `RewardsFailed`."""
-    chosen = {name: prompts[: settings.prompts or None] for name, prompts in heldout.items()}
+def evaluate(run: Run) -> Evaluation:
+    """Evaluate the policy on the first prompts of each set. `eval/pass_rate` is the mean reward, of
+    several sets the mean of `eval/NAME/pass_rate`; missing rewards do not count. Raises
+    `RewardsFailed`."""
+    settings = run.config.evaluation
+    heldout = run.setup.heldout.items()
+    chosen = {name: prompts[: settings.prompts or None] for name, prompts in heldout}
     prompts = [prompt for some in chosen.values() for prompt in some]
-    finished = counter("evaluation", len(prompts) * settings.samples_per_prompt)
-    groups = actor.evaluate(prompts, finished)
-    scores = reward_workers.score(groups)
+    sampling = Sampling(
+        run.config.evaluation_tokens,
+        settings.temperature,
+        dense=True,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        timeout_s=run.config.rollout.timeout_s,
+    )
+    run.learner.deliver(run.engine, str(run.state.step), adapted=False)
+    samples = settings.samples_per_prompt
+    finished = run.log.responses("evaluation", len(prompts) * samples)
+    groups = run.engine.generate(prompts, samples, sampling, finished)
+    scores = run.reward_workers.score(groups)
     sets = tuple(name for name, some in chosen.items() for _ in some)
     # `metrics()` of scores counts failures, as "sparrow/reward_errors" and the like.
     failures = scores.metrics().items()

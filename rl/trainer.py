@@ -85,30 +85,22 @@ def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
             if _is_due(run.state.step, config.checkpoint.every_steps):
                 run.save()
         if config.evaluation.every_steps:
-            evaluated = _evaluate(run)
-            # Before the checkpoint, during which the run may be killed.
-            run.log.write(run.state.step, evaluated)
-            run.keep_if_best(evaluated["eval/pass_rate"])
+            _evaluate(run)
 
 
 def roll_out(run: Run, step: int, clock: Clock) -> Collected:
     """The engine has released its memory afterwards."""
-    evaluated: dict[str, float] = {}
     if _is_due(step, run.config.evaluation.every_steps):
         with clock("evaluation"):
-            evaluated = _evaluate(run)
-            run.keep_if_best(evaluated["eval/pass_rate"])
+            _evaluate(run)
     with clock("sync"):
-        run.actor.load(str(run.state.step))
+        run.load_actor()
     settings = run.config.rollout
     # How many prompts the steps before this one have used.
     first = step * settings.prompts_per_step + run.state.replaced
     if settings.oversubscribe > 1:
-        collected = collect_partial(run, first, step, clock)
-    else:
-        collected = collect(run, first, clock)
-    collected.metrics.update(evaluated)
-    return collected
+        return collect_partial(run, first, step, clock)
+    return collect(run, first, clock)
 
 
 def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
@@ -161,16 +153,14 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
         )
 
 
-def _evaluate(run: Run) -> dict[str, float]:
-    steps = run.state.step
-    run.actor.load_policy(str(steps))
-    found = evaluate(
-        run.setup.heldout, run.config.evaluation, run.actor, run.reward_workers, run.log.responses
-    )
+def _evaluate(run: Run) -> None:
+    steps, found = run.state.step, evaluate(run)
     for line in found.lines():
         run.log.progress.say(f"after {steps} steps: {line}")
-    run.log.keep_evaluation(steps, evaluation_rows(found, run.setup.tokenizer.decode))
-    return found.metrics
+    rows = evaluation_rows(found, run.setup.tokenizer.decode)
+    # Before the checkpoint, during which the run may be killed.
+    run.log.write_evaluation(steps, found.metrics, rows)
+    run.keep_if_best(found.metrics["eval/pass_rate"])
 
 
 def _keep_responses(

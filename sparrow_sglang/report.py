@@ -238,8 +238,11 @@ def read_run(folder: Path) -> Run:
     with _reading(folder / RUN_FILE):
         starts = read_starts(folder / RUN_FILE)
     with _reading(folder / METRICS_FILE):
-        rows = sorted(json_lines(folder / METRICS_FILE), key=lambda row: int(row["step"]))
-    run = Run(folder, rows, starts)
+        rows = dict[int, dict[str, Any]]()
+        # An evaluation and the step that follows it have rows of their own.
+        for row in json_lines(folder / METRICS_FILE):
+            rows.setdefault(int(row["step"]), {}).update(row)
+    run = Run(folder, [rows[step] for step in sorted(rows)], starts)
     if not run.steps:
         raise ReportError(f"{folder / METRICS_FILE}: holds no training step yet")
     return run

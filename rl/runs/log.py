@@ -23,8 +23,8 @@ from sparrow_sglang.run_folder import (
     RESPONSES_FILE,
 )
 
-_Rows = list[Mapping[str, float]]
-
+# Rows of metrics.jsonl and of evaluations.jsonl that belong to an evaluation have one of these.
+_EVALUATED = {"eval/pass_rate", "set"}
 # In the order in which the line of a step gives their seconds.
 _STAGES = ("rollout", "reward", "logprobs", "reference", "mismatch", "update", "distill", "sync")
 
@@ -51,29 +51,22 @@ class Clock:
 
 
 class RunLog:
-    """Writes one row of metrics per step, from `first` on. Rows of step `first` and later, which a
-    killed run wrote after its last checkpoint, are dropped. An evaluation of the weights that the
-    run resumes from is kept until they are evaluated again."""
+    """Writes a row of metrics per step, from `first` on, and one per evaluation. Rows of step
+    `first` and later, which a killed run wrote after its last checkpoint, are dropped. An
+    evaluation of the weights that the run resumes from is kept until they are evaluated again."""
 
     def __init__(self, config: TrainConfig, first: int) -> None:
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         self._dense = config.engine.schedule == DENSE
-        self._rows, dropped = _drop_rows(self._path, first)
-        _drop_rows(self._path.with_name(RESPONSES_FILE), first)
         self._first = first
-        # The evaluation of the weights that a run resumes from belongs to step `first`.
-        _drop_rows(self._path.with_name(EVALUATIONS_FILE), first + 1 if first else 0)
+        # An evaluation after no step is dropped: without a checkpoint, a run may start again with
+        # another model.
+        evaluations = first + 1 if first else 0
+        self._rows = _drop_rows(self._path, first, evaluations)
+        _drop_rows(self._path.with_name(RESPONSES_FILE), first, first)
+        _drop_rows(self._path.with_name(EVALUATIONS_FILE), first, evaluations)
         self._path.touch()
-        # Not for step 0: without a checkpoint, a run may start again with another model.
-        self._evaluated = {
-            name: value
-            for row in dropped
-            for name, value in row.items()
-            if row["step"] == first > 0 and name.startswith("eval/")
-        }
-        if self._evaluated:
-            self.keep(METRICS_FILE, first, [self._evaluated])
         self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
         self.progress = Progress(config.steps, "step", first, quiet=True)
 
@@ -88,11 +81,15 @@ class RunLog:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def keep_evaluation(self, steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_evaluation(
+        self, steps: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         if steps == self._first:
             # A run that resumes from these weights may have evaluated them before.
-            _drop_rows(self._path.with_name(EVALUATIONS_FILE), steps)
+            for name in (METRICS_FILE, EVALUATIONS_FILE):
+                _drop_rows(self._path.with_name(name), steps, steps)
         self.keep(EVALUATIONS_FILE, steps, rows)
+        self.write(steps, metrics)
 
     def keep_skipped(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
@@ -103,12 +100,6 @@ class RunLog:
             self._rows.append(metrics)
             alarm = collapse_alarm(self._rows)
             metrics = dict(metrics) | ({} if alarm is None else {ALARM: float(alarm)})
-        if self._evaluated:
-            # This row replaces the one that kept the evaluation after a resume.
-            _drop_rows(self._path, self._first)
-            if not any(name.startswith("eval/") for name in metrics):
-                metrics = {**self._evaluated, **metrics}
-            self._evaluated = {}
         self.keep(METRICS_FILE, step, [metrics])
         if self._tensorboard is not None:
             for name, value in metrics.items():
@@ -214,16 +205,16 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def _drop_rows(path: Path, first: int) -> tuple[_Rows, _Rows]:
-    """Returns the kept rows, of steps before `first`, and the dropped ones."""
+def _drop_rows(path: Path, first: int, evaluations: int) -> list[Mapping[str, float]]:
+    """Keeps and returns the rows of steps before `first`, of evaluations before `evaluations`."""
     if not path.exists():
-        return [], []
+        return []
     lines = path.read_text("utf-8").splitlines(keepends=True)
     # The last row of a killed run may be incomplete.
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    kept = [row for row in rows if row["step"] < first]
+    kept = [r for r in rows if r["step"] < (evaluations if r.keys() & _EVALUATED else first)]
     write_text(path, _json_lines(kept))
-    return kept, [row for row in rows if row["step"] >= first]
+    return kept
 
 
 def _tensorboard(config: TrainConfig, first: int) -> Any:

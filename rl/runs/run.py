@@ -21,7 +21,7 @@ from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.setup import Setup
 from sparrow_sglang.rl.tasks.rewards import RewardPool
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -87,15 +87,25 @@ def termination_signals() -> Iterator[Termination]:
             signal.signal(number, handler)
 
 
-class SparseActor:
-    def __init__(self, config: TrainConfig, engine: RolloutEngine, learner: Learner) -> None:
-        self._config = config
-        self.engine = engine
-        self._learner = learner
-        self._adapter: str | None = None
+@dataclass
+class Run:
+    """`saved` is how many of the steps of `state` are in a checkpoint."""
 
-    def load(self, version: str) -> None:
-        self._adapter = self._learner.deliver(self.engine, version, adapted=True)
+    config: TrainConfig
+    setup: Setup
+    learner: Learner
+    engine: RolloutEngine
+    reward_workers: RewardPool
+    log: RunLog
+    termination: Termination
+    checkpoints: Checkpoints
+    state: State
+    saved: int
+    _adapter: str | None = None
+    _updating: bool = False
+
+    def load_actor(self) -> None:
+        self._adapter = self.learner.deliver(self.engine, str(self.state.step), adapted=True)
 
     def stream(
         self,
@@ -104,48 +114,16 @@ class SparseActor:
         more_groups: MoreGroups | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine.stream`; `engine.release` must follow."""
-        settings = self._config.rollout
+        """See `RolloutEngine.stream`; the engine has released its memory afterwards."""
+        settings = self.config.rollout
         sampling = Sampling(
             settings.max_new_tokens,
             settings.temperature,
             adapter=self._adapter,
             timeout_s=settings.timeout_s,
         )
-        return self.engine.stream(groups, sampling, on_finished, more_groups, should_stop)
-
-    def load_policy(self, version: str) -> None:
-        self._learner.deliver(self.engine, version, adapted=False)
-
-    def evaluate(self, prompts: Sequence[Prompt], on_finished: OnFinished | None) -> list[Group]:
-        """Responses of the policy that `load_policy` has loaded, by dense decode."""
-        settings = self._config.evaluation
-        sampling = Sampling(
-            self._config.evaluation_tokens,
-            settings.temperature,
-            dense=True,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            timeout_s=self._config.rollout.timeout_s,
-        )
-        return self.engine.generate(prompts, settings.samples_per_prompt, sampling, on_finished)
-
-
-@dataclass
-class Run:
-    """`saved` is how many of the steps of `state` are in a checkpoint."""
-
-    config: TrainConfig
-    setup: Setup
-    learner: Learner
-    actor: SparseActor
-    reward_workers: RewardPool
-    log: RunLog
-    termination: Termination
-    checkpoints: Checkpoints
-    state: State
-    saved: int
-    _updating: bool = False
+        yield from self.engine.stream(groups, sampling, on_finished, more_groups, should_stop)
+        self.engine.release()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -203,8 +181,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         } | lora_arguments(config.distill)
         engine = learner.open_engine(setup.engine, setup.model_path, arguments)
         opened.enter_context(closing(engine))
-        actor = SparseActor(config, engine, learner)
-        parts = config, setup, learner, actor, reward_workers, log, termination, checkpoints
+        parts = config, setup, learner, engine, reward_workers, log, termination, checkpoints
         run = Run(*parts, state, saved=taken)
         try:
             yield run

@@ -173,9 +173,6 @@ def _operations(text: str) -> set[str]:
 
 def _verified(gold: str, answer: str, same_form: bool = False) -> bool:
     """`math-verify`, which compares decimals to 15 places."""
-    # Letters without spaces are a word, in whatever order; to the library they are a product.
-    if any(re.fullmatch(r" *[A-Za-z]{3,} *", text) for text in (gold, answer)):
-        return gold.strip() == answer.strip()
     brackets = [found.groups() for text in (gold, answer) if (found := _BRACKETS.fullmatch(text))]
     if len(set(brackets)) == 2:
         return False

@@ -1,6 +1,5 @@
 """A policy sharded over two GPUs with NCCL, and whole runs of `[cluster]` on two GPUs."""
 
-import json
 import os
 import subprocess
 import sys
@@ -74,10 +73,6 @@ def sparrow_train(run_dir: Path, *words: str, **settings: Any) -> None:
     subprocess.run(command, check=True, timeout=900, env=environment)
 
 
-def rows(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
 def divisible(tmp_path: Path) -> str:
     """A model that two GPUs can share, unlike the embedded one with its three KV heads."""
@@ -105,7 +100,7 @@ def test_a_run_of_two_gpus_trains_and_goes_on(
         cluster["task.name"] = "ascii_task:load"
     sparrow_train(run_dir, steps=2, **cluster)
     sparrow_train(run_dir, "--resume", steps=3, **cluster)
-    steps = rows(run_dir)
+    steps = ascii_task.rows(run_dir)
     assert [row["step"] for row in steps] == [0, 1, 2]
     for row in steps:
         assert row["actor/optimizer_steps"] == 1 and row["actor/grad_norm"] > 0

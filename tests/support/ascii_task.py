@@ -45,8 +45,12 @@ def save_model_of_bytes(folder: Path, **overrides: Any) -> str:
 
 
 def rows(run_dir: Path) -> list[dict]:
-    """Rows of the run's metrics, in order."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """The run's metrics by step, in order; those of an evaluation are with the step after it."""
+    merged: dict[int, dict] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        merged[row["step"]] = merged.get(row["step"], {}) | row
+    return list(merged.values())
 
 
 def untimed(run_dir: Path) -> list[dict[str, float]]:

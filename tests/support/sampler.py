@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, Sampling, ShouldStop
+from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 8
 
 
-class Sampler:
-    """A `RolloutEngine` whose responses and log-probs come from a stock model, without a cache."""
+class Sampler(RolloutEngine):
+    """Responses and log-probs come from a stock model, without a cache."""
 
     dtype = torch.float32
 
@@ -24,16 +24,6 @@ class Sampler:
         self.arguments = server_args
         self.entropies: list[float] = []
         self.version = ""
-
-    def generate(
-        self,
-        prompts: list[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-    ) -> list[Group]:
-        begun = [Group.begun(prompt, n) for prompt in prompts]
-        return [group for _, group in self.stream(begun, sampling, on_finished)]
 
     def stream(
         self,
@@ -84,9 +74,3 @@ class Sampler:
     def update_weights(self, tensors: Any, version: str) -> None:
         self.model.load_state_dict(dict(tensors), strict=False)
         self.version = version
-
-    def release(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self) -> None: ...

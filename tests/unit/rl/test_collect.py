@@ -25,7 +25,9 @@ from sparrow_sglang.rl.collect import (
 )
 from sparrow_sglang.rl.config import RolloutConfig
 from sparrow_sglang.rl.metrics import rollout_metrics
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs.checkpoint import State
+from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Rewards, Segment
 
@@ -70,13 +72,12 @@ class Workers:
         yield Lagging(self._reward, self._lag, self.scored)
 
 
-class Actor:
+class Engine:
     """Completes groups in a random order, and asks for further prompts after each."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self.sampled: list[str] = []
-        self.engine, self.released = self, 0
         self.version = "0"
         self.tokens = 0
         self.asked: list[list[tuple[int, bool]]] = []
@@ -90,9 +91,10 @@ class Actor:
     def stream(
         self,
         groups: Sequence[Group],
+        sampling: Sampling,
         finished: Any,
-        more_groups: Callable[[bool], Sequence[Group]] = lambda idle: (),
-        should_stop: Callable[[], bool] | None = None,
+        more_groups: Callable[[bool], Sequence[Group]] | None,
+        should_stop: Callable[[], bool] | None,
     ) -> Iterator[tuple[int, Group]]:
         if should_stop is not None:
             self.asked = [
@@ -104,7 +106,7 @@ class Actor:
         waiting = list(enumerate(groups))
         asked = len(waiting)
         while True:
-            more = more_groups(not waiting)
+            more = more_groups(not waiting) if more_groups else ()
             waiting += enumerate(more, asked)
             asked += len(more)
             if not waiting:
@@ -147,18 +149,23 @@ class Actor:
         )
 
     def release(self) -> None:
-        self.released += 1
+        pass
 
 
 def run_of(reward: Callable[[Group], list[Any]], lag: int = 0, seed: int = 0, **fields: Any) -> Any:
     settings = RolloutConfig(**{"prompts_per_step": 4, "samples_per_prompt": 2} | fields)
-    return SimpleNamespace(
-        config=SimpleNamespace(rollout=settings, seed=0),
-        setup=SimpleNamespace(train=PROMPTS),
-        actor=Actor(seed),
-        reward_workers=Workers(reward, lag),
-        log=SimpleNamespace(responses=lambda *_: lambda count: None),
-        state=State(),
+    log = SimpleNamespace(responses=lambda *_: lambda count: None)
+    return Run(
+        SimpleNamespace(rollout=settings, seed=0),
+        SimpleNamespace(train=PROMPTS),
+        None,
+        Engine(seed),
+        Workers(reward, lag),
+        log,
+        None,
+        None,
+        State(),
+        0,
     )
 
 
@@ -198,7 +205,7 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
         useful += [name] if int(name) not in same else []
         if len(useful) == count:
             break
-    assert sorted(run.actor.sampled) == sorted(allowed[:walked])
+    assert sorted(run.engine.sampled) == sorted(allowed[:walked])
     assert len(found.groups) == count and found.replaced == walked - count
     assert [name for name in names(found) if int(name) not in same] == useful
     assert found.metrics["sparrow/replaced_groups"] == walked - count
@@ -226,13 +233,13 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
     run = run_of(by_name, seed=seed, prompts_per_step=count, **fields)
     most, trained = ceil(count * Fraction(str(oversubscribe))), []
     for step in range(6):
-        run.actor.version, before = str(step), run.actor.tokens
+        run.engine.version, before = str(step), run.engine.tokens
         found = collect_partial(run, count * step, step, clock)
         everything = [*found.groups, *found.carried]
         assert len(found.groups) == count and len(everything) == most
         assert all(group.finished for group in found.groups)
         assert found.rewards == tuple(tuple(by_name(group)) for group in found.groups)
-        assert found.tokens == run.actor.tokens - before
+        assert found.tokens == run.engine.tokens - before
         ages = [
             step - int(segment.weight_version)
             for group in found.groups

@@ -41,13 +41,14 @@ def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) 
     log = begin(2)
     assert written() == ended
     log.write(2, {"loss": 0.3})
-    log.write(3, {"loss": 0.2, "eval/pass_rate": 0.8})
+    log.write_evaluation(3, {"eval/pass_rate": 0.8}, [])
+    log.write(3, {"loss": 0.2})
     log.close()
-    last = {"step": 2, "eval/pass_rate": 0.7, "loss": 0.3}
-    assert written() == [*ended[:2], last, {"step": 3, "eval/pass_rate": 0.8, "loss": 0.2}]
-    # A killed run has taken step 2 already, and evaluates once more.
+    # A killed run has taken steps 2 and 3 already, and evaluates once more.
     log = begin(2)
     assert written() == ended
-    log.write(2, {"loss": 0.3, "eval/pass_rate": 0.6})
+    log.write_evaluation(2, {"eval/pass_rate": 0.6}, [])
+    log.write(2, {"loss": 0.3})
     log.close()
-    assert written() == [*ended[:2], {"step": 2, "loss": 0.3, "eval/pass_rate": 0.6}]
+    last = [{"step": 2, "eval/pass_rate": 0.6}, {"step": 2, "loss": 0.3}]
+    assert written() == [*ended[:2], *last]

@@ -238,8 +238,8 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(
 ) -> None:
     rates = iter([0.1, 0.2, 0.7, 0.7, 0.4])
 
-    def rated(*args: Any) -> evaluation.Evaluation:
-        found = evaluation.evaluate(*args)
+    def rated(run: Any) -> evaluation.Evaluation:
+        found = evaluation.evaluate(run)
         return replace(found, metrics=found.metrics | {"eval/pass_rate": next(rates)})
 
     monkeypatch.setattr(trainer, "evaluate", rated)
