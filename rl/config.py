@@ -24,8 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-from sparrow_sglang.config import read_toml
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.json_values import cut, relative_note
 from sparrow_sglang.validation import first_problem
 
 
@@ -464,7 +464,16 @@ class TrainConfig(Section):
 
         Raises `InputError` on a file that cannot be read, unknown keys and invalid values.
         """
-        values = with_overrides(read_toml(path), settings)
+        try:
+            values = tomllib.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise InputError(
+                f"{path}{relative_note(path)}: cannot be read ({error.strerror})"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            # Besides TOMLDecodeError, tomllib raises these on long numbers and deep arrays.
+            raise InputError(f"{path}: not TOML ({cut(str(error))})") from None
+        values = with_overrides(values, settings)
         return cls.parse(values, " ".join([str(path), *(f"--set {text}" for text in settings)]))
 
     @classmethod

@@ -12,7 +12,12 @@ from typing import Any
 _PACKAGES = ("sparrow-sglang", "sglang", "torch", "triton", "flashinfer-python", "transformers")
 
 
-def _installed(package: str) -> str | None:
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages that results depend on; None for those that are not installed."""
+    return {package: _version(package) for package in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -50,7 +55,7 @@ def provenance(device: str | None = None) -> dict[str, Any]:
     return {
         "device": device or device_name(),
         "python": platform.python_version(),
-        "packages": {package: _installed(package) for package in _PACKAGES},
+        "packages": package_versions(),
         "commit": commit_of(Path(__file__)) or os.environ.get("SPARROW_COMMIT", "unknown"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

@@ -15,6 +15,8 @@ from sparrow_sglang.schedule import DRAFTS, MAX_TOKENS, BudgetSchedule, Schedule
 from sparrow_sglang.selection import SelectionRule
 from sparrow_sglang.validation import nearest_first
 
+SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
+AUTO = "auto"
 PREFERRED_TAIL_TARGET = 0.86
 _FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 
@@ -22,6 +24,11 @@ _FIXED_NAME = re.compile(r"fixed-([0-9]+)")
 def known_schedules() -> list[str]:
     names = [entry.name for entry in files("sparrow_sglang.schedules").iterdir()]
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+
+
+def named_schedule(flag: str | None) -> str:
+    """--sparrow-schedule, else SPARROW_SCHEDULE, else "auto"."""
+    return str(os.environ.get(SCHEDULE_VARIABLE) or AUTO if flag is None else flag)
 
 
 def load_schedule(spec: str, page_size: int) -> BudgetSchedule:

@@ -86,7 +86,7 @@ class LocalEngine(RolloutEngine):
         self._schedule = DENSE
         # Lossless decoding samples as dense decode does.
         if arguments.attention_backend == BACKEND and not is_lossless(arguments):
-            active, _ = resolve_schedule(arguments, self._manager.model_config.hf_config)
+            active = resolve_schedule(arguments, self._manager.model_config.hf_config)
             self._schedule = active.name
             # The trainer counts by the schedule as it is written, and a run must be repeatable.
             require_server_state(self._manager).measures_dense = False

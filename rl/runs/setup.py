@@ -10,7 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
@@ -28,7 +27,7 @@ from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from sparrow_sglang.calibration.job import Job, engine_dtype
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import EngineEndpoint
-from sparrow_sglang.config import schedule_from
 from sparrow_sglang.mismatch.exact_rates import (
     comparing_request,
     exact_rates,
@@ -53,10 +52,7 @@ class MeasuringEngine(ExitStack):
         with closing(Progress(len(job.samples), "generation")) as progress:
             if self._engine is None:
                 progress.show("starting the engine")
-                with (
-                    recording(job.options.batch, job.options.new_tokens),
-                    schedule_from("sparrow calibrate, whose requests ask for their own"),
-                ):
+                with recording(job.options.batch, job.options.new_tokens):
                     engine = running_engine(job.path, job.engine_args)
                     self._engine = self.enter_context(engine)
             else:

@@ -31,7 +31,6 @@ from sparrow_sglang.calibration.rule import (
 )
 from sparrow_sglang.calibration.samples import Tokens, plan_samples
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.config import schedule_from
 from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of, partial_layers
 from sparrow_sglang.mismatch.token_bins import whole_pages
 from sparrow_sglang.progress import Progress
@@ -108,10 +107,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     room = job.context - UNSCORED
     # Only prefill is measured.
     engine_args = {"disable_cuda_graph": True} | step.engine_args
-    with (
-        schedule_from("sparrow calibrate, which measures rotary pairs"),
-        closing(Progress(len(prompts), "prompt")) as progress,
-    ):
+    with closing(Progress(len(prompts), "prompt")) as progress:
         progress.show("starting the engine")
         with measure.running_engine(job.path, engine_args) as running:
             try:

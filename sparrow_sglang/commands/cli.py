@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from sparrow_sglang import noise
 from sparrow_sglang.command_line import OneLineParser
-from sparrow_sglang.errors import InputError, SparrowError
+from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.json_values import shortened
 
 DESCRIPTION = """\
@@ -74,8 +74,11 @@ COMMANDS = {
 }
 
 
-def parser_for(named: str | None) -> argparse.ArgumentParser:
-    """The parser of `sparrow`, with the options of the command that is named."""
+def parser_for(named: str) -> argparse.ArgumentParser:
+    """The parser of `sparrow`, with the options of the command that is named.
+
+    SGLang parses the flags of serve and doctor, the benchmarks their own.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="sparrow", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw
@@ -112,63 +115,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 if it failed, 2 if the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     noise.leave_out()
-    # Flags of serve and doctor are parsed by SGLang, options of bench by the benchmark.
-    if words[:1] == ["serve"]:
-        return _serve(words[1:])
-    if words[:1] == ["doctor"] and not {"-h", "--help"} & set(words):
-        return _doctor(words[1:])
-    if words[:1] == ["bench"] and words[1:2] and words[1] in BENCHMARKS:
-        benchmark = import_module(f"sparrow_sglang.benchmarks.{words[1]}")
-        return int(benchmark.main(words[2:]))
-    parser = parser_for(words[0] if words else None)
-    args = parser.parse_args(words)
-    if args.command not in COMMANDS:
-        parser.error(f"{' '.join(words)}: expected the same without --")
-    return _run(args)
-
-
-def _serve(argv: Sequence[str]) -> int:
-    from sparrow_sglang.commands import serve
-
-    if {"-h", "--help"} & set(argv):
-        print(serve.HELP, end="")
-        return 0
+    command, *rest = words or [""]
+    if command == "bench" and rest and rest[0] in BENCHMARKS:
+        return int(import_module(f"sparrow_sglang.benchmarks.{rest[0]}").main(rest[1:]))
+    passed_on = command == "serve" or (command == "doctor" and not {"-h", "--help"} & set(rest))
+    if not passed_on:
+        parser = parser_for(command)
+        args = parser.parse_args(words)
+        if args.command not in COMMANDS:
+            parser.error(f"{' '.join(words)}: expected the same without --")
     try:
-        if "--help-all" in argv:
-            serve.print_all_flags()
-        else:
-            serve.serve(argv)
-    except InputError as error:
-        print(f"sparrow serve: error: {shortened(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("sparrow serve: stopped", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    from sparrow_sglang.commands import doctor
-
-    statuses: set[str] = set()
-    for check in doctor.examine(argv):
-        print(f"{check.status:<5} {check.name:<12} {shortened(check.detail)}", flush=True)
-        statuses.add(check.status)
-    if "FAIL" in statuses:
-        print("Something is in the way; see FAIL above.")
-    else:
-        print("It works, but see WARN above." if "WARN" in statuses else "All good.")
-    return int("FAIL" in statuses)
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
+        if passed_on:
+            return int(import_module(f"sparrow_sglang.commands.{command}").main(rest))
         return int(args.run(args))
     except (ValueError, SparrowError, OSError) as error:
-        print(f"sparrow {args.command}: error: {shortened(str(error))}", file=sys.stderr)
+        print(f"sparrow {command}: error: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"sparrow {args.command}: stopped", file=sys.stderr)
+        print(f"sparrow {command}: stopped", file=sys.stderr)
         return 130
 
 

@@ -6,7 +6,7 @@ What needs no SGLang is checked before it is imported, which takes ten seconds.
 import os
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
@@ -23,19 +23,16 @@ from sparrow_sglang.commands.serve import (
     parse_server_args,
     with_defaults,
 )
-from sparrow_sglang.config import SCHEDULE_VARIABLE, SOURCE_VARIABLE, ConfigError
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.json_values import shortened
 from sparrow_sglang.models import ModelError
-from sparrow_sglang.noise import VARIABLE as NOISE_VARIABLE
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import GPUS
-from sparrow_sglang.plugin.lossless.refusals import (
-    FORCED_ACCEPTANCE,
-    describe_lossless,
-    is_lossless,
-)
+from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
+from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule_names import SCHEDULE_VARIABLE
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 from sparrow_sglang.sglang_install import (
     SUPPORTED,
@@ -43,22 +40,15 @@ from sparrow_sglang.sglang_install import (
     installed_version,
     version_problems,
 )
-from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 ENTRY_POINTS = {"sglang.srt.plugins": "sparrow", "sglang.srt.platforms": "sparrow_cpu"}
-PACKAGES = ("sparrow-sglang", "torch", "transformers", "triton", "flashinfer-python")
 VARIABLES = (
     *("SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"),
     *(SCHEDULE_VARIABLE, "SPARROW_CACHE"),
-)
-# The other ones are set by this package itself, or by its developers.
-_KNOWN = (
-    *VARIABLES,
-    *(SOURCE_VARIABLE, "SPARROW_COMMIT", "SPARROW_RECORD", NOISE_VARIABLE, FORCED_ACCEPTANCE),
 )
 _GAIN_BATCH = 16
 _ACCEPTANCE = 0.95
@@ -72,66 +62,63 @@ class Check(NamedTuple):
     detail: str
 
 
+def main(argv: Sequence[str]) -> int:
+    """Print the checks; the exit code is 1 if one failed."""
+    statuses: set[str] = set()
+    for check in examine(argv):
+        print(f"{check.status:<5} {check.name:<12} {shortened(check.detail)}", flush=True)
+        statuses.add(check.status)
+    if "FAIL" in statuses:
+        print("Something is in the way; see FAIL above.")
+        return 1
+    print("It works, but see WARN above." if "WARN" in statuses else "All good.")
+    return 0
+
+
 def examine(argv: Sequence[str]) -> Iterator[Check]:
     """Checks in the order in which a server would fail; `argv` is that of `sparrow serve`."""
-    words, failed = None, False
-    try:
-        words = with_defaults(argv)
-    except ModelError as error:
-        # The demo model, which was not requested, may be missing.
-        model = Check("FAIL" if argv else "note", "model", str(error))
-    for check in _without_sglang(words):
+    failed = False
+    for check in _without_sglang(argv):
         failed |= check.status == "FAIL"
         yield check
-    if words is None:
-        yield model
-    if failed or (words is None and model.status == "FAIL"):
+    if failed:
         yield Check("note", "plugin", "not checked, as long as something above fails")
         return
     plugin = _check_plugin()
     yield from (plugin, _check_platform())
-    if plugin.status != "FAIL" and words is not None:
-        yield from _check_model(words)
+    if plugin.status != "FAIL":
+        yield from _check_model(argv)
 
 
-def _without_sglang(words: Sequence[str] | None) -> Iterator[Check]:
+def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
     problems = version_problems()
     tested = "" if installed_version() in SUPPORTED else f"; tested: {', '.join(SUPPORTED)}"
     status = "FAIL" if problems else "WARN" if tested else "ok"
     yield Check(status, "SGLang", *problems or [installed_version() + tested])
-    yield Check("ok", "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    packages = (f"{name} {found or 'missing'}" for name, found in package_versions().items())
+    yield Check("ok", "packages", ", ".join(packages))
     for group, name in ENTRY_POINTS.items():
         if not any(entry.name == name for entry in entry_points(group=group)):
             fix = "run pip install -e . in the checkout, which alone has none"
             yield Check("FAIL", "entry point", f"{group}: no {name}; {fix}")
-    yield _check_environment()
-    if words is None or problems:
+    values = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
+    yield Check("ok", "environment", ", ".join(values) or f"none of {', '.join(VARIABLES)} is set")
+    if problems:
+        return
+    try:
+        words = with_defaults(argv)
+    except ModelError as error:
+        # The demo model, which was not requested, may be missing.
+        yield Check("FAIL" if argv else "note", "model", str(error))
         return
     for name, check in (("flags", check_flags), ("port", check_port), ("model", check_model)):
         try:
             check(words)
-        except (ScheduleError, ConfigError) as error:
+        except ScheduleError as error:
             yield Check("FAIL", "schedule", str(error))
         except ValueError as error:
             yield Check("FAIL", name, str(error))
             return
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _check_environment() -> Check:
-    values = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    unknown = [n for n in os.environ if n.startswith("SPARROW_") and n not in _KNOWN]
-    if unknown:
-        near = nearest_first(unknown[0], [name.lower() for name in _KNOWN])[0].upper()
-        return Check("WARN", "environment", f"nobody reads {unknown[0]}: did you mean {near}?")
-    listed = ", ".join(f"{name}={value}" for name, value in values.items())
-    return Check("ok", "environment", listed or f"none of {', '.join(VARIABLES)} is set")
 
 
 def _check_plugin() -> Check:
@@ -167,14 +154,19 @@ def _check_platform() -> Check:
     return Check("FAIL", "platform", f"{kind} on {current_platform.device_type}: {fix}")
 
 
-def _check_model(words: Sequence[str]) -> Iterator[Check]:
+def _check_model(argv: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
     from sparrow_sglang.plugin.server_log import describe
 
     try:
+        words = with_defaults(argv)
+    except ModelError:
+        # Reported above.
+        return
+    try:
         # SGLang's own start-up messages would drown the report.
         server_args = parse_server_args([*words, "--log-level", "error"])
-    except (ScheduleError, ConfigError) as error:
+    except ScheduleError as error:
         yield Check("FAIL", "schedule", str(error))
         return
     except (ValueError, RuntimeError, OSError) as error:
@@ -188,10 +180,10 @@ def _check_model(words: Sequence[str]) -> Iterator[Check]:
     hf_config = model_config.hf_config
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
-    schedule, source = resolve_schedule(server_args, hf_config)
+    schedule = resolve_schedule(server_args, hf_config)
     yield _check_kernels(server_args, model_config, schedule)
     lossless = describe_lossless(resolved(server_args))
-    detail = f"sparse decode with {describe(schedule, source, hf_config, lossless)}"
+    detail = f"sparse decode with {describe(schedule, hf_config, lossless)}"
     if schedule.is_foreign(hf_config):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:
@@ -231,18 +223,13 @@ def _check_gain(
     plan = Plan(shape, schedule, schedule, gpu, _GAIN_BATCH)
     longest = min(model_config.context_len, 32768)
     if is_lossless(view := resolved(server_args)):
-        most = view.speculative_num_draft_tokens - 1
-        ms, drafts = plan.lossless(longest, _ACCEPTANCE, most)
-        gain = plan.ms(longest) / ms
-        detail = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"
+        ms, drafts = plan.lossless(longest, _ACCEPTANCE, view.speculative_num_draft_tokens - 1)
+        gain, reason = plan.ms(longest) / ms, f"acceptance rate {_ACCEPTANCE}"
+        verdict = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"
         if not drafts:
-            detail = f"no gain at {longest:,} tokens: decodes densely"
-        return Check(
-            "ok" if gain >= NO_GAIN else "WARN",
-            "gain",
-            f"{detail} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()}, acceptance rate"
-            f" {_ACCEPTANCE})",
-        )
-    status = "ok" if plan.speedup(longest) >= NO_GAIN else "WARN"
-    detail = f"{plan.verdict([longest])} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()})"
-    return Check(status, "gain", f"{detail}; {plan.reason(longest)}")
+            verdict = f"no gain at {longest:,} tokens: decodes densely"
+    else:
+        gain, reason = plan.speedup(longest), plan.reason(longest)
+        verdict = plan.verdict([longest])
+    detail = f"{verdict} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()}); {reason}"
+    return Check("ok" if gain >= NO_GAIN else "WARN", "gain", detail)

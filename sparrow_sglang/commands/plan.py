@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.command_line import count
-from sparrow_sglang.config import AUTO
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
@@ -23,7 +22,7 @@ from sparrow_sglang.planning.step_time import (
     step_time,
 )
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import load_schedule, read_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import AUTO, load_schedule, read_schedule, schedule_for_model
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 NO_GAIN = 1.03

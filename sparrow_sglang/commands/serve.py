@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from sparrow_sglang.command_line import exit_on_sigterm
-from sparrow_sglang.config import AUTO, named_schedule
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import cut, read_object
@@ -31,7 +30,12 @@ from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
 from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
-from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import (
+    AUTO,
+    load_schedule,
+    named_schedule,
+    schedule_for_model,
+)
 from sparrow_sglang.sglang_arguments import (
     config_file_merger,
     read_model_config,
@@ -89,8 +93,18 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _MODELSCOPE = "SGLANG_USE_MODELSCOPE"
 
 
-def serve(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     """Run a server until it is stopped. Raises `InputError` before it starts, if it cannot."""
+    if {"-h", "--help"} & set(argv):
+        print(HELP, end="")
+    elif "--help-all" in argv:
+        _sglang_parser().print_help()
+    else:
+        _serve(argv)
+    return 0
+
+
+def _serve(argv: Sequence[str]) -> None:
     try:
         words = with_defaults(argv)
         check_flags(words)
@@ -130,14 +144,14 @@ def _ready_lines(server_args: "ServerArgs") -> str:
     from sparrow_sglang.plugin.server_log import calibration
 
     view, model_config = resolved(server_args), read_model_config(server_args)
-    schedule, source = resolve_schedule(server_args, model_config.hf_config)
+    schedule = resolve_schedule(server_args, model_config.hf_config)
     name = server_args.served_model_name or server_args.model_path
     on_gpu, lossless = view.device == "cuda", describe_lossless(view)
     state = calibration(schedule, model_config.hf_config, lossless)
     url = f"http://{server_args.host}:{server_args.port}"
     rows = {
         "model": server_args.model_path,
-        "schedule": f"{schedule.name} ({state}), {source}",
+        "schedule": f"{schedule.name} ({state})",
         "budget": f"{schedule.budget_tokens[0]:,} to {schedule.budget_tokens[-1]:,} KV tokens,"
         f" sparse from {schedule.first_sparse_length():,} tokens",
         "prefill": dense_backend(server_args, model_config) if on_gpu else f"torch, {view.device}",
@@ -148,11 +162,6 @@ def _ready_lines(server_args: "ServerArgs") -> str:
         rows["decoding"] = lossless
     lines = [f"{key:10}{value}" for key, value in rows.items()]
     return "\n".join([f"sparrow: ready on {url}", *lines])
-
-
-def print_all_flags() -> None:
-    """Print the help of SGLang's own parser, which includes our flags."""
-    _sglang_parser().print_help()
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
@@ -245,7 +254,7 @@ def check_model(words: Sequence[str]) -> None:
     if config is not None and any(text_config(config).get(name) is None for name in _NEEDED):
         config = None
     page_size = int(_value(words, "--page-size") or PAGE_SIZE)
-    name, _ = named_schedule(_value(words, "--sparrow-schedule"))
+    name = named_schedule(_value(words, "--sparrow-schedule"))
     if name == AUTO and (_value(words, "--speculative-algorithm") or "").upper() == LOSSLESS:
         name = DRAFTS
     schedule = load_schedule(name, page_size) if name != AUTO else None

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.config import AUTO, MODEL_DEFAULT, schedule_from
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.rl.config import TrainConfig, commented_defaults
@@ -70,11 +69,8 @@ def run(args: argparse.Namespace) -> int:
     require_reachable(config.model.path, "model.path")
     if args.check:
         return _check_all(config, args)
-    auto = config.engine.schedule == AUTO
-    source = MODEL_DEFAULT if auto else f"engine.schedule in {args.config}"
     try:
-        with schedule_from(source):
-            return _train(config, args)
+        return _train(config, args)
     except KeyboardInterrupt:
         return _say_where_it_stands(config, "stopped", 130)
 

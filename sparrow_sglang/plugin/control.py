@@ -64,7 +64,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     server_args = manager.server_args
     if not uses_sparrow(server_args):
         return
-    active, _ = resolve_schedule(server_args, manager.model_config.hf_config)
+    active = resolve_schedule(server_args, manager.model_config.hf_config)
     calls = (schedule, landmarks, pairs, adapter)
     state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
     state.lossless = is_lossless(server_args)
@@ -250,7 +250,7 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
         lossless = describe_lossless(resolved(scheduler.server_args))
         announce(
             f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
-            f" {describe(schedule, 'set_schedule', scheduler.model_config.hf_config, lossless)}"
+            f" {describe(schedule, scheduler.model_config.hf_config, lossless)}"
         )
     return _fields(budgets.schedule)
 

@@ -70,14 +70,14 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     view, model_config = resolved(runner.server_args), runner.model_config
     refuse(server_problems(view))
     refuse(model_problems(model_config))
-    schedule, source = server_args.resolve_schedule(runner.server_args, model_config.hf_config)
+    schedule = server_args.resolve_schedule(runner.server_args, model_config.hf_config)
     refuse(device_problems(view, model_config, schedule))
     refuse(runner_problems(runner))
     rank = ranks(runner)
     if rank.tp_rank == rank.pp_rank == 0 and not rank.dp_rank:
         if installed_version() not in SUPPORTED:
             announce(f"SGLang {installed_version()} has not been tested, but all hooks fit into it")
-        line = describe(schedule, source, model_config.hf_config, describe_lossless(view))
+        line = describe(schedule, model_config.hf_config, describe_lossless(view))
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
         announce(f"sparse decode with {line}")

@@ -188,7 +188,7 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
 
     from sparrow_sglang.attention_backends.landmarks import landmark_dtype
 
-    schedule, _ = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
+    schedule = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
     layers = set(sglang_versions.layer_range(kvc)).difference(schedule.dense_layers)
     heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
     of_page = schedule.selection.landmark_bytes(
@@ -219,7 +219,7 @@ def reserve_decode_buffers(
         requests = server_args.max_running_requests // parallel.attn_dp_size
         rows = min(rows, rows_of_graphs(server_args, requests))
     hf_config = kvc.model_config.hf_config
-    schedule, _ = resolve_schedule(server_args, hf_config)
+    schedule = resolve_schedule(server_args, hf_config)
     draft_tokens = server_args.speculative_num_draft_tokens
     shape = DecodeShape.of_model(
         schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype, draft_tokens

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
-from sparrow_sglang.config import AUTO, named_schedule
 from sparrow_sglang.plugin.lossless.refusals import MAX_REQUESTS, is_lossless
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
@@ -30,7 +29,12 @@ from sparrow_sglang.plugin.refusals import (
 )
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import (
+    AUTO,
+    load_schedule,
+    named_schedule,
+    schedule_for_model,
+)
 from sparrow_sglang.sglang_arguments import (
     ServerField,
     add_server_fields,
@@ -84,12 +88,9 @@ FIELDS = {
 logger = logging.getLogger(__name__)
 
 
-def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetSchedule, str]:
-    """The schedule with which a server starts, and where it is named.
-
-    Raises `ConfigError` or `ScheduleError`, both ValueErrors.
-    """
-    name, source = named_schedule(getattr(server_args, FIELD))
+def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> BudgetSchedule:
+    """The schedule with which a server starts. Raises `ScheduleError`."""
+    name = named_schedule(getattr(server_args, FIELD))
     page_size = resolved(server_args).page_size
     if name == AUTO and is_lossless(resolved(server_args)):
         # Drafts need no calibration, and the model's own schedule reads more than pays.
@@ -98,7 +99,7 @@ def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> tuple[BudgetS
         schedule = schedule_for_model(hf_config, page_size)
     else:
         schedule = load_schedule(name, page_size)
-    return schedule.for_model(hf_config), source
+    return schedule.for_model(hf_config)
 
 
 def engine_arguments(text: str) -> dict[str, Any]:
@@ -278,7 +279,7 @@ def _check_resolved(server_args: "ServerArgs") -> None:
     refuse(server_problems(view))
     model_config = model_config_if_read(server_args)
     if model_config is not None:
-        schedule, _ = resolve_schedule(server_args, model_config.hf_config)
+        schedule = resolve_schedule(server_args, model_config.hf_config)
         refuse(device_problems(view, model_config, schedule))
 
 

@@ -45,10 +45,10 @@ def calibration(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") ->
     return schedule.calibration(hf_config)
 
 
-def describe(schedule: BudgetSchedule, source: str, hf_config: Any, lossless: str = "") -> str:
-    """One schedule in one line, with where it comes from and what `describe_lossless` returns."""
+def describe(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> str:
+    """One schedule in one line, with what `describe_lossless` returns."""
     if schedule.is_dense:
-        return f"schedule {schedule.name}, from {source}: every step reads everything"
+        return f"schedule {schedule.name}: every step reads everything"
     budgets, rule = schedule.budget_tokens, schedule.selection
     selection = "" if rule == SelectionRule() else f", {rule}"
     kinds = {
@@ -61,7 +61,7 @@ def describe(schedule: BudgetSchedule, source: str, hf_config: Any, lossless: st
         if found:
             layers += f", {kind} in {len(found)} of {num_layers_of(hf_config)} layers"
     line = (
-        f"schedule {schedule.name} ({calibration(schedule, hf_config, lossless)}), from {source}:"
+        f"schedule {schedule.name} ({calibration(schedule, hf_config, lossless)}):"
         f" KV budget {budgets[0]}..{budgets[-1]} tokens, sparse from"
         f" {schedule.first_sparse_length()} tokens on, page size {schedule.page_size},"
         f" {layers}{selection}"

@@ -399,7 +399,7 @@ def test_defaults(make_args: Any) -> None:
     view = resolved(args)
     assert view.speculative_num_draft_tokens == 9
     assert view.max_running_requests == 128
-    schedule, _ = resolve_schedule(args, read_model_config(args).hf_config)
+    schedule = resolve_schedule(args, read_model_config(args).hf_config)
     assert schedule.name == "drafts"
 
 

@@ -39,7 +39,7 @@ LAYERS = [
         "sglang_versions",
         "validation",
     },
-    {"config", "request_options"},
+    {"request_options"},
     {"mismatch", "planning"},
     {"attention_backends"},
     {"plugin"},
@@ -164,7 +164,7 @@ def test_kernels_import_themselves_and_the_landmarks_alone() -> None:
 
 def test_light_modules_import_neither_torch_nor_sglang() -> None:
     benchmarks = [f"benchmarks.{name}" for name in BENCHMARKS]
-    names = ("schedule", "selection", "config", "models", "commands.cli", *benchmarks)
+    names = ("schedule", "selection", "models", "commands.cli", *benchmarks)
     code = """
 import importlib, sys
 from sparrow_sglang import BudgetSchedule

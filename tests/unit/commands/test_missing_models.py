@@ -84,12 +84,3 @@ def test_weights_that_were_not_downloaded_whole_are_named(
     (tmp_path / source.name).write_bytes(whole[:-1] if content is None else content)
     found = missing_weights(tmp_path) or ""
     assert found.startswith(f"{tmp_path / source.name} is incomplete or damaged")
-
-
-def test_a_variable_with_a_typing_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARROW_SHEDULE", "fixed-512")
-    [check] = [check for check in doctor.examine([]) if check.name == "environment"]
-    assert (check.status, check.detail) == (
-        "WARN",
-        "nobody reads SPARROW_SHEDULE: did you mean SPARROW_SCHEDULE?",
-    )

@@ -105,5 +105,5 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> Non
 
 def test_schedules_of_drafts_need_no_calibration() -> None:
     drafts = BudgetSchedule.drafts()
-    assert "NOT calibrated" in describe(drafts, "a file", {})
-    assert "NOT calibrated" not in describe(drafts, "a file", {}, lossless="lossless, 8 drafts")
+    assert "NOT calibrated" in describe(drafts, {})
+    assert "NOT calibrated" not in describe(drafts, {}, lossless="lossless, 8 drafts")
