@@ -36,8 +36,6 @@ _TAIL_OF_BIN = f"{TAIL}_bin"
 _TAIL_LABEL = "acceptance rate, 5th percentile"
 _POSITION_LABEL = "position (cached tokens)"
 _LOOKED_FOR = f"the {METRICS_FILE} of a training run, schedules and checks of `sparrow calibrate`"
-# Folders of a run that are large and hold nothing to report.
-_SKIPPED_FOLDERS = ("checkpoints", "tensorboard", "wandb")
 
 _SHOWN_STEPS = 40
 _STEP_COLUMNS = {
@@ -182,8 +180,9 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for folder, folders, names in os.walk(path):
-        skipped = _SKIPPED_FOLDERS if METRICS_FILE in names else ()
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped)
+        # The folders of a run hold checkpoints.
+        inside = [] if METRICS_FILE in names else folders
+        folders[:] = sorted(folder for folder in inside if not folder.startswith("."))
         names = [name for name in names if name == METRICS_FILE or name.endswith(".json")]
         yield from (Path(folder, name) for name in sorted(names))
 
@@ -592,7 +591,6 @@ def calibration_section(contents: Sequence[Row]) -> Section:
         tokens = sum(row["tokens"] for rows in evidence["tails"].values() for row in rows)
         prompts = str(evidence["settings"].get("num_prompts", "–"))
         section.facts += [("prompts", prompts), ("sparsely decoded tokens", number(tokens))]
-        _tail_map(section, schedules, evidence)
         for schedule in schedules:
             bins: Any = schedule.provenance["bins"]
             _bin_table(section, f"Bins of {schedule.name}", bins, "basis", schedule.bin_tokens)
@@ -642,43 +640,6 @@ def check_section(content: Row) -> Section:
         _bin_table(section, f"Checked bins of {name}", check["bins"], "verdict", width)
     section.settings += [("Configuration", flat(settings)), ("Versions", _versions(content))]
     return section
-
-
-def _tail_map(section: Section, schedules: Sequence[BudgetSchedule], evidence: Row) -> None:
-    """Measured tails by position and budget as a heat map, and the budgets of each schedule."""
-    from matplotlib.ticker import MaxNLocator
-
-    budgets, least = sorted(map(int, evidence["tails"])), evidence["min_tokens"]
-    filled = {
-        int(budget): {row["bin"]: row["tail"] for row in rows if row["tokens"] >= least}
-        for budget, rows in evidence["tails"].items()
-    }
-    count = max((index for row in filled.values() for index in row), default=0) + 1
-    width = schedules[0].bin_tokens
-    edges = [index * width for index in range(count + 1)]
-    note = (
-        f"Under fixed budgets; empty where fewer than {least:,} tokens were sparse. A line is a"
-        " schedule; it has a gap where its budget was not measured."
-    )
-    title = "Tail by position and KV budget"
-    with section.chart(title, _POSITION_LABEL, "KV budget, tokens", note, 3.4) as axes:
-        _scale(axes, whole=True)
-        values = [[filled[budget].get(i, math.nan) for i in range(count)] for budget in budgets]
-        levels = np.arange(len(budgets) + 1) - 0.5
-        cells = axes.pcolormesh(edges, levels, np.array(values, np.float64), cmap="cividis")
-        cells.set_gid("cells")
-        bar = axes.figure.colorbar(cells, ax=axes, label=_TAIL_LABEL, ticks=MaxNLocator(5))
-        bar.outline.set_visible(False)
-        # By default matplotlib makes the colour bar an image, which the page would have to load.
-        bar.solids.set_rasterized(False)
-        bar.solids.set_edgecolor("face")
-        for i, schedule in enumerate(schedules):
-            chosen = [schedule.kv_budget_tokens(edge + 1) for edge in edges[:-1]]
-            path = [float(budgets.index(b)) if b in budgets else math.nan for b in chosen]
-            axes.stairs(path, edges, baseline=None, linewidth=2.4, **_style(i, schedule.name))
-        every = -(-len(budgets) // 9)
-        axes.set_yticks(range(0, len(budgets), every), [f"{b:,}" for b in budgets[::every]])
-        axes.grid(visible=False)
 
 
 def _budget_chart(section: Section, schedules: Sequence[BudgetSchedule]) -> None:

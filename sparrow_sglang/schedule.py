@@ -28,7 +28,7 @@ from pydantic import (
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import linear_layers, model_value, num_layers_of, partial_layers
-from sparrow_sglang.json_values import JsonError, cut, quoted, read_object, require_portable
+from sparrow_sglang.json_values import JsonError, cut, quoted, read_object
 from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens, weighted_pages
 from sparrow_sglang.validation import first_problem
 
@@ -112,11 +112,6 @@ class BudgetSchedule(BaseModel):
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
             raise ValueError(f"dense_layers={quoted(list(layers))}: expected distinct indices")
         self._check_selection()
-        for field in ("model", "model_match", "provenance"):
-            try:
-                require_portable(getattr(self, field))
-            except JsonError as error:
-                raise ValueError(f"{field}: {error}") from None
         return self
 
     def _check_selection(self) -> None:

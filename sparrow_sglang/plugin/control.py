@@ -41,7 +41,6 @@ from sparrow_sglang.schedule_names import (
     fixed_tokens,
     known_schedules,
     load_schedule,
-    shipped_schedule,
 )
 from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_versions import report_config
@@ -258,15 +257,7 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 def _schedule(schedule: Any, state: ServerState, hf_config: Any) -> BudgetSchedule:
     first = state.first
     if isinstance(schedule, Mapping):
-        given = BudgetSchedule(**schedule).for_model(hf_config)
-        if given.name in known_schedules():
-            shipped = shipped_schedule(given.name).for_model(hf_config)
-            # The caller may have read it from this server.
-            if given not in (shipped, shipped.dense_below(state.dense_tokens)):
-                raise ScheduleError(
-                    f"name={given.name!r}: expected the shipped schedule's fields, or another name"
-                )
-        return given
+        return BudgetSchedule(**schedule).for_model(hf_config)
     if schedule == DENSE:
         return first.as_dense()
     if schedule == first.name:

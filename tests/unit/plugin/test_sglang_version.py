@@ -21,13 +21,8 @@ Pretend = Callable[..., None]
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """Say that these versions of SGLang are on the path."""
-
-    def installed(*versions: str) -> None:
-        found = [SimpleNamespace(version=v, locate_file=lambda path: path) for v in versions]
-        monkeypatch.setattr(sglang_install, "_installed", lambda: found)
-
-    return installed
+    """Say that this version of SGLang is installed."""
+    return lambda version: monkeypatch.setattr(sglang_install, "version", lambda _: version)
 
 
 @pytest.fixture
@@ -49,10 +44,6 @@ class TestInstallation:
         for version in (*SUPPORTED, "0.5.18", "9.9.9"):
             pretend(version)
             assert version_problems() == []
-
-    def test_two_on_the_path(self, pretend: Pretend) -> None:
-        pretend("0.5.17", "0.5.20")
-        assert version_problems() == ["SGLang is on the path 2 times (0.5.17, 0.5.20): keep one"]
 
 
 class TestRefusal:

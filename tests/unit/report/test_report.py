@@ -158,7 +158,7 @@ def test_a_calibration_says_what_its_schedules_say(
         shown = page.records(f"Bins of m-{target}")
         assert [value(row["budget"]) for row in shown] == list(schedule.budget_tokens)
         assert [row["basis"] for row in shown] == [row["basis"] for row in bins]
-    assert len(page.charts["Tail by position and KV budget"]) > 20
+    assert len(page.charts["KV budget by length"]) > 20
     assert dict(page.tables["Configuration"])["num_prompts"] == "37"
 
 
