@@ -1,6 +1,6 @@
 """Limits of the GPU kernels, checked so that a server is refused before it loads a model.
 
-The CPU path has no such limits. Imports neither torch nor SGLang.
+The CPU path has no such limits.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,6 @@
 """Files and folders that appear under their name whole or not at all.
 
-A draft is filled beside its target, flushed to the disk and renamed. Imports neither torch nor
-SGLang.
+A draft is filled beside its target, flushed to the disk and renamed.
 """
 
 import json

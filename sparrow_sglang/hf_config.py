@@ -1,7 +1,4 @@
-"""Fields of a model's Hugging Face config, which is an object or a mapping.
-
-Imports neither torch nor SGLang.
-"""
+"""Fields of a model's Hugging Face config, which is an object or a mapping."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,10 +1,6 @@
-"""JSON that comes from outside: reading it, whether it can be sent on, and how errors quote it.
-
-Imports neither torch nor SGLang.
-"""
+"""JSON that comes from outside: reading it, and how errors quote it."""
 
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -12,7 +8,6 @@ from typing import Any
 
 from sparrow_sglang.errors import InputError
 
-MAX_DEPTH = 64
 _MAX_QUOTE = 200
 
 
@@ -64,26 +59,3 @@ def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
             return value
         problem = f": holds a {type(value).__name__}" if text.strip() else ": the file is empty"
     raise JsonError(f"{cut(str(path))}{problem}; expected {expected}")
-
-
-def require_portable(value: Any, depth: int = 0) -> None:
-    """Raise `JsonError` unless every JSON reader and SGLang's messages can carry `value`: not NaN,
-    numbers above 64 bits, unpaired surrogates, or a thousand nested lists."""
-    if depth > MAX_DEPTH:
-        raise JsonError(f"nested more than {MAX_DEPTH} deep: expected at most {MAX_DEPTH}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise JsonError(f"{value} is no JSON number: expected finite numbers")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise JsonError(f"the number {quoted(value)}: expected whole numbers of 64 bits")
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise JsonError(f"{quoted(value)} is no Unicode: expected whole characters") from None
-    if isinstance(value, dict):
-        for key in value:
-            require_portable(key, depth + 1)
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            require_portable(item, depth + 1)

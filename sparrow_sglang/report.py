@@ -265,7 +265,7 @@ class Chart:
 
 @dataclass
 class Section:
-    """A run, calibration, schedule or check.
+    """A run, calibration or check.
 
     `tables` are title, heads and rows; `settings` title and values; `samples` headline, prompt and
     response.
@@ -573,12 +573,12 @@ def _shortened(text: str, most: int) -> str:
 
 
 def calibration_section(contents: Sequence[Row]) -> Section:
-    """Schedules of one measurement with its evidence, or a single one that has none."""
+    """Schedules of one measurement, with its evidence."""
     schedules = [BudgetSchedule(**content) for content in contents]
     schedules.sort(key=lambda schedule: schedule.tail_target or 0)
     first = schedules[0]
     targets = [f"{s.tail_target:g}" if s.tail_target else "none" for s in schedules]
-    section = Section("schedule", f"Schedule {first.name}")
+    section = Section("calibration", f"Calibration of {first.model}")
     section.facts += [("tail target", ", ".join(targets)), ("selection", str(first.selection))]
     for schedule in schedules:
         end = len(schedule.budget_tokens) * schedule.bin_tokens
@@ -586,25 +586,15 @@ def calibration_section(contents: Sequence[Row]) -> Section:
         share = f"{number(read)} ({read / end:.1%})"
         section.facts.append((f"{schedule.name} reads at {end:,} tokens", share))
     evidence: Row = first.provenance
-    if "tails" in evidence:
-        section.kind, section.title = "calibration", f"Calibration of {first.model}"
-        tokens = sum(row["tokens"] for rows in evidence["tails"].values() for row in rows)
-        prompts = str(evidence["settings"].get("num_prompts", "–"))
-        section.facts += [("prompts", prompts), ("sparsely decoded tokens", number(tokens))]
-        for schedule in schedules:
-            bins: Any = schedule.provenance["bins"]
-            _bin_table(section, f"Bins of {schedule.name}", bins, "basis", schedule.bin_tokens)
-        section.tables.append(_tail_table(evidence, first.bin_tokens))
-        versions = ("Versions", _versions(evidence))
-        section.settings += [("Configuration", flat(evidence["settings"])), versions]
-    else:
-        section.facts.append(("calibrated", "yes" if first.calibrated else "no"))
-        rows = [
-            [_span(index, first.bin_tokens), number(budget)]
-            for index, budget in enumerate(first.budget_tokens)
-        ]
-        section.tables.append(("Budgets", ("positions", "KV budget"), rows))
-        section.settings.append(("Provenance", flat(evidence)))
+    tokens = sum(row["tokens"] for rows in evidence["tails"].values() for row in rows)
+    prompts = str(evidence["settings"].get("num_prompts", "–"))
+    section.facts += [("prompts", prompts), ("sparsely decoded tokens", number(tokens))]
+    for schedule in schedules:
+        bins: Any = schedule.provenance["bins"]
+        _bin_table(section, f"Bins of {schedule.name}", bins, "basis", schedule.bin_tokens)
+    section.tables.append(_tail_table(evidence, first.bin_tokens))
+    versions = ("Versions", _versions(evidence))
+    section.settings += [("Configuration", flat(evidence["settings"])), versions]
     _budget_chart(section, schedules)
     return section
 

@@ -9,10 +9,7 @@ value is one of
 
 and beside one of them, or alone, {"report": true}: answers carry a `KvUsage` as
 `meta_info["sparrow"]` (`Engine.generate`, `/generate`) or, one per choice, `metadata["sparrow"]`
-(chat and text completions; while streaming, in a last chunk without choices).
-
-Imports neither torch nor SGLang.
-"""
+(chat and text completions; while streaming, in a last chunk without choices)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """The KV budget of sparse decode as a function of sequence length.
 
-`schedule_names` finds schedules by name. Imports neither torch nor SGLang.
+`schedule_names` finds schedules by name.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""Schedules by name: shipped ones, JSON files, and the same budget at every length.
-
-Imports neither torch nor SGLang.
-"""
+"""Schedules by name: shipped ones, JSON files, and the same budget at every length."""
 
 import os
 import re

@@ -1,7 +1,6 @@
 """How a sparse layer chooses its pages: the `selection` of a schedule.
 
-`attention_backends.reference` defines what the fields mean, in torch. Imports neither torch nor
-SGLang.
+`attention_backends.reference` defines what the fields mean, in torch.
 """
 
 from collections.abc import Mapping, Sequence

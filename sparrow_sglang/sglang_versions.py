@@ -233,19 +233,6 @@ def decode_may_become_prefill() -> bool:
     return hasattr(ScheduleBatch, "convert_decode_to_extend")
 
 
-def report_config(manager: Any, **fields: Any) -> None:
-    """Add `fields` to SGLang's `server_info`, both the server's and the engine's."""
-    source, record = "sparrow", manager.server_args
-    if hasattr(manager, "record_config_updates"):
-        manager.record_config_updates(source, **fields)
-        # The engine reads the arguments, of which only the list of decisions can still change.
-        decided = [entry for entry in record._resolved_overrides or () if entry[0] != source]
-        record._resolved_overrides = [*decided, (source, fields)]
-    else:
-        for name, value in fields.items():
-            setattr(record, name, value)
-
-
 def weight_metadata(meta_info: Mapping[str, Any]) -> dict[str, Any]:
     """The weights' version and, from 0.5.20 on, which tokens come from which."""
     names = ("weight_version", "weight_versions")

@@ -1,7 +1,4 @@
-"""Why values from outside are refused, each in one line: field, value and what is allowed.
-
-Imports neither torch nor SGLang.
-"""
+"""Why values from outside are refused, each in one line: field, value and what is allowed."""
 
 import difflib
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""`sparrow plan`: predicted times of decode steps; imports neither torch nor SGLang."""
+"""`sparrow plan`: predicted times of decode steps."""
 
 import argparse
 import dataclasses

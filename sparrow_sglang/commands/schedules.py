@@ -1,4 +1,4 @@
-"""`sparrow schedules`: the shipped schedules; imports neither torch nor SGLang."""
+"""`sparrow schedules`: the shipped schedules."""
 
 import argparse
 from typing import Any

@@ -1,7 +1,4 @@
-"""Shapes of a model that say what a decode step multiplies and reads, from its config.json.
-
-Imports neither torch nor SGLang.
-"""
+"""Shapes of a model that say what a decode step multiplies and reads, from its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -165,35 +162,20 @@ class ModelShape:
         """The part of each layer that one of `ranks` tensor-parallel ranks holds.
 
         Distributing whole experts over expert-parallel ranks gives the same number of weights. KV
-        heads are repeated where there are more ranks than heads, as SGLang does. Raises
-        `InputError` unless heads and widths can be split.
+        heads are repeated where there are more ranks than heads, as SGLang does.
         """
-        experts, linear, kv_heads = self.experts, self.linear, self.num_kv_heads
-        if kv_heads % ranks and ranks % kv_heads:
-            raise InputError(
-                f"{ranks} tensor-parallel ranks: expected to divide {kv_heads} KV heads"
-            )
-
-        def part(width: int, what: str) -> int:
-            if width % ranks:
-                raise InputError(
-                    f"{ranks} tensor-parallel ranks: expected to divide {width} {what}"
-                )
-            return width // ranks
-
+        experts, linear = self.experts, self.linear
         if experts:
-            size = part(experts.size, "columns of an expert")
-            shared = part(experts.shared_size, "columns of a shared expert")
-            experts = replace(experts, size=size, shared_size=shared)
+            shared = experts.shared_size // ranks
+            experts = replace(experts, size=experts.size // ranks, shared_size=shared)
         if linear:
-            keys = part(linear.key_heads, "key heads of linear attention")
-            values = part(linear.value_heads, "value heads of linear attention")
+            keys, values = linear.key_heads // ranks, linear.value_heads // ranks
             linear = replace(linear, key_heads=keys, value_heads=values)
         return replace(
             self,
-            intermediate_size=part(self.intermediate_size, "columns of an MLP"),
-            num_q_heads=part(self.num_q_heads, "query heads"),
-            num_kv_heads=max(1, kv_heads // ranks),
+            intermediate_size=self.intermediate_size // ranks,
+            num_q_heads=self.num_q_heads // ranks,
+            num_kv_heads=max(1, self.num_kv_heads // ranks),
             vocab_size=-(-self.vocab_size // ranks),
             linear=linear,
             experts=experts,

@@ -1,7 +1,7 @@
 """Bytes of a decode step from a model's shapes, and its milliseconds from bytes and measured steps.
 
 A step takes the sum of `STEP_TERMS` times the constants in step_times.json, which
-tools/fit_step_times.py fits to rows of `sparrow bench step`. Imports neither torch nor SGLang.
+tools/fit_step_times.py fits to rows of `sparrow bench step`.
 """
 
 import json

@@ -32,7 +32,7 @@ from sparrow_sglang.plugin.scheduler_calls import (
     rank_name,
     scheduler_rpc,
 )
-from sparrow_sglang.plugin.server_args import FIELD, resolve_schedule
+from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import announce, describe
 from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
 from sparrow_sglang.request_options import ATTRIBUTE
@@ -43,7 +43,6 @@ from sparrow_sglang.schedule_names import (
     load_schedule,
 )
 from sparrow_sglang.sglang_arguments import resolved
-from sparrow_sglang.sglang_versions import report_config
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
@@ -159,7 +158,6 @@ async def schedule(
         previous = state.schedule
         await _switch_all(manager, previous, new)
         state.switch(new)
-        report_config(manager, **{FIELD: new.name})
         if state.lossless and state.measures_dense and not state.released:
             await _measure_all(manager)
     return _answer(new, previous, hf_config)

@@ -35,6 +35,8 @@ from sparrow_sglang.sglang_versions import weight_metadata
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+    from sparrow_sglang.plugin.audit.auditor import Auditor
+
 _DONE = "data: [DONE]\n\n"
 
 logger = logging.getLogger("sparrow_sglang")
@@ -179,21 +181,21 @@ def _require_begun(answer: Any) -> None:
 
 def show_requests(manager: "TokenizerManager", requests: Any) -> None:
     """BEFORE hook: show the auditor a request, or a list of them, before it leaves this process."""
-    state = server_state(manager)
-    if state is not None and (auditor := state.auditor) is not None:
-        try:
-            auditor.on_requests(requests if isinstance(requests, list) else [requests])
-        except Exception as error:
-            auditor.switch_off(error)
+    listed = requests if isinstance(requests, list) else [requests]
+    _show(manager, lambda auditor: auditor.on_requests(listed))
 
 
 def show_outputs(manager: "TokenizerManager", outputs: Any) -> None:
     """BEFORE hook: show the auditor outputs before SGLang turns them into the users' answers."""
+    if hasattr(outputs, "output_ids"):
+        _show(manager, lambda auditor: auditor.on_outputs(outputs))
+
+
+def _show(manager: "TokenizerManager", show: Callable[["Auditor"], None]) -> None:
     state = server_state(manager)
     if state is not None and (auditor := state.auditor) is not None:
         try:
-            if hasattr(outputs, "output_ids"):
-                auditor.on_outputs(outputs)
+            show(auditor)
         except Exception as error:
             # It would end the loop in which SGLang reads all answers.
             auditor.switch_off(error)

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
-from sparrow_sglang.json_values import require_portable
+import msgspec
+
 from sparrow_sglang.plugin.scheduler_calls import ControlError, RanksDisagreeError
 from sparrow_sglang.plugin.state import require_server_state
 
@@ -186,15 +187,13 @@ async def _handle(name: str, request: "Request") -> "Response":
 def _fields(call: Callable[..., Any], content: bytes) -> dict[str, Any]:
     expected = f"expected a JSON object of {', '.join(inspect.signature(call).parameters)}"
     try:
-        fields = json.loads(content)
-        require_portable(fields)
+        fields: dict[str, Any] = msgspec.json.decode(content, type=dict)
         inspect.signature(call).bind(**fields)
-        missing = None in fields.values()
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(f"wrong body ({error}): {expected}") from None
-    if missing:
+    if None in fields.values():
         raise ControlError(f"wrong body, with null: {expected}")
-    return dict(fields)
+    return fields
 
 
 def without_provenance(answer: dict[str, Any]) -> dict[str, Any]:

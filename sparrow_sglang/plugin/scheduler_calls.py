@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.sglang_versions import can_flush, ranks
@@ -55,6 +57,10 @@ async def call_schedulers(
     """
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
+    try:
+        msgspec.msgpack.encode(fields)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ControlError(f"{call}: SGLang's messages cannot carry it ({error})") from None
     outputs = await manager.dumper_control(
         DumperControlReqInput(method=_PREFIX + call, body=fields)
     )

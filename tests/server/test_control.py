@@ -64,7 +64,6 @@ def test_switching_by_name_value_and_path(engine, assert_decoded_by, tmp_path):
     assert set_schedule(engine, MINE) == BudgetSchedule.fixed(128)
     assert get_schedule(engine) == MINE
     assert_decoded_by(answer(engine), "mine")
-    assert engine.get_server_info()["sparrow_schedule"] == "mine"
     MINE.save(tmp_path / "mine.json")
     set_schedule(engine, "fixed-64")
     set_schedule(engine, str(tmp_path / "mine.json"))
