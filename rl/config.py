@@ -366,7 +366,6 @@ class ClusterConfig(Section):
 
     @property
     def gpus(self) -> int:
-
         return self.trainers + (0 if self.colocate else self.engines * self.gpus_per_engine)
 
     @model_validator(mode="after")
@@ -535,7 +534,8 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
             else field.get_default(call_default_factory=True)
         )
         yield from _comment(field.description)
-        yield f"# {name} = ..." if value is None else f"{name} = {_toml(value)}"
+        # Strings, numbers, booleans and arrays are written in TOML as in JSON, and so is {}.
+        yield f"# {name} = ..." if value is None else f"{name} = {json.dumps(value)}"
     for name, kind, optional in tables:
         yield ""
         yield from _comment(kind.__doc__)
@@ -546,8 +546,3 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
 
 def _comment(text: str | None) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(" ".join((text or "").split()), _WIDTH)]
-
-
-def _toml(value: Any) -> str:
-    """Strings, numbers, booleans and arrays are written in TOML as in JSON, and so is {}."""
-    return json.dumps(value)

@@ -147,9 +147,9 @@ class SparseAdapter:
         if settings.entropy:
             # The gradient of gap^2 is 2 gap times that of the gap, a sum over tokens. The gap is
             # that of the whole step, so that no split into micro-batches or ranks changes it.
-            _, dense_entropies = policy.score_with_entropy(sequences, temperature)
+            _, dense_entropies = policy.score(sequences, temperature)
             with self.enabled():
-                _, sparse_entropies = policy.score_with_entropy(sequences, temperature, schedule)
+                _, sparse_entropies = policy.score(sequences, temperature, schedule)
             gap = torch.cat(sparse_entropies).double() - torch.cat(dense_entropies).double()
             slope = 2 * settings.entropy * float(gap.mean())
         policy.model.train()

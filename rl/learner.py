@@ -36,7 +36,7 @@ class ReferencePolicy:
         sequences, tokens = batch.part(batch.in_loss)
         if sequences:
             with self._in_place():
-                result[tokens] = torch.cat(self._policy.score(sequences, temperature))
+                result[tokens] = torch.cat(self._policy.score(sequences, temperature)[0])
         return result
 
     @contextmanager
@@ -134,7 +134,7 @@ class Learner:
         sequences, tokens = batch.part(wanted)
         scored = Scored(torch.empty(count), torch.empty(count))
         if sequences:
-            parts = self.policy.score_with_entropy(sequences, settings.rollout.temperature)
+            parts = self.policy.score(sequences, settings.rollout.temperature)
             scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)
         return scored
 

@@ -209,18 +209,9 @@ class DensePolicy:
         sequences: Sequence[TokenSequence],
         temperature: float = 1.0,
         schedule: BudgetSchedule | None = None,
-    ) -> list[torch.Tensor]:
-        """Log-probs fp32 [T] per response, on the CPU: dense, or by `schedule`."""
-        return self.score_with_entropy(sequences, temperature, schedule)[0]
-
-    @torch.no_grad()
-    def score_with_entropy(
-        self,
-        sequences: Sequence[TokenSequence],
-        temperature: float = 1.0,
-        schedule: BudgetSchedule | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """As `score`, and the distributions' entropies in nats."""
+        """Log-probs fp32 [T] per response, on the CPU, dense or by `schedule`, and the
+        distributions' entropies in nats."""
         self.model.eval()
         counts = [len(response) for _, response in sequences]
         logprobs, entropies = torch.zeros(sum(counts)), torch.zeros(sum(counts))
@@ -398,7 +389,6 @@ class DensePolicy:
         return hidden.bfloat16() if on_gpu else hidden
 
     def micro_batches(self, sequences: Sequence[TokenSequence]) -> Iterator[Packed]:
-
         lengths = [len(prompt) + len(response) for prompt, response in sequences]
         starts = np.cumsum([0, *(len(response) for _, response in sequences)])
         packs = pack(lengths, self._micro_batch_tokens)

@@ -194,7 +194,7 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
         """Mean and 99th percentile of |recorded - trainer's|."""
         sequences, recorded = run
         with adapter_state():
-            scores = torch.cat(policy.score(sequences, temperature, schedule)).numpy()
+            scores = torch.cat(policy.score(sequences, temperature, schedule)[0]).numpy()
         errors = np.abs(recorded - scores)
         mean, high = float(errors.mean()), float(np.percentile(errors, 99))
         print(f"{delivery}: {what:24} mean {mean:.4f}, 99th percentile {high:.4f}")

@@ -98,7 +98,7 @@ def trained(ranks: Ranks, tied: bool, **settings: Any) -> dict[str, Any]:
     schedule = BudgetSchedule.fixed(48)
     return {
         "steps": steps,
-        "logprobs": torch.cat(policy.score(sequences(9), 0.8)),
+        "logprobs": torch.cat(policy.score(sequences(9), 0.8)[0]),
         "rates": np.concatenate(policy.acceptance(sequences(9), schedule)),
         "weights": {name: weight.clone() for name, weight in policy.named_weights()},
     }

@@ -47,7 +47,7 @@ def steps(ranks: Any) -> dict[str, dict[str, Any]]:
             device,
             ranks,
         )
-        logprobs = torch.cat(policy.score(sequences))
+        logprobs = torch.cat(policy.score(sequences)[0])
         result = policy.loss_step(sequences, loss)
         results[name] = {
             "norm": result.grad_norm,

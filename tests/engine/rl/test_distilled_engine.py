@@ -46,7 +46,9 @@ def test_the_server_records_the_tempered_sparse_distribution(
     (group,) = engine.generate(prompts, 4, Sampling(90, temperature))
     sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in group.rollouts]
     recorded = np.concatenate([rollout.logprobs for rollout in group.rollouts])
-    scores = {t: torch.cat(policy.score(sequences, t, growing)).numpy() for t in (1.0, temperature)}
+    scores = {
+        t: torch.cat(policy.score(sequences, t, growing)[0]).numpy() for t in (1.0, temperature)
+    }
     np.testing.assert_allclose(recorded, scores[temperature], atol=2e-4)
     assert np.abs(recorded - scores[1.0]).max() > 0.1
 
@@ -80,9 +82,9 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
     recorded = np.concatenate([rollout.logprobs for rollout in rollouts])
-    plain = torch.cat(policy.score(sequences, schedule=growing)).numpy()
+    plain = torch.cat(policy.score(sequences, schedule=growing)[0]).numpy()
     with adapter.enabled():
-        adapted = torch.cat(policy.score(sequences, schedule=growing)).numpy()
+        adapted = torch.cat(policy.score(sequences, schedule=growing)[0]).numpy()
     expected, other = (plain, adapted) if delivery == "none" else (adapted, plain)
     np.testing.assert_allclose(recorded, expected, atol=1e-4)
     assert np.abs(recorded - other).max() > 0.01
@@ -90,5 +92,5 @@ def test_the_server_samples_from_the_trainers_sparse_distribution(
     if delivery != "merged":
         (group,) = engine.generate(prompts[-1:], 1, Sampling(max_new_tokens=40, dense=True))
         (rollout,) = group.rollouts
-        (dense,) = policy.score([(rollout.prompt_ids, rollout.response_ids)])
+        (dense,) = policy.score([(rollout.prompt_ids, rollout.response_ids)])[0]
         np.testing.assert_allclose(rollout.logprobs, dense.numpy(), atol=1e-4)

@@ -73,7 +73,7 @@ def test_half_an_adapter_is_measured_and_saved_as_it_is_delivered(sharp_llama, t
     before = [weight.clone() for _, weight in policy.named_weights()]
     adapter.scale = 0.5
     with adapter.delivered():
-        scored = policy.score(SEQUENCES)
+        scored = policy.score(SEQUENCES)[0]
     # The reference is PEFT's own merge of a base model and the saved adapter.
     from peft import PeftModel
 

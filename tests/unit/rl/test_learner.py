@@ -88,13 +88,13 @@ def test_the_reference_scores_with_the_weights_from_before_training(sharp_llama:
     sequences = [(one.prompt_ids, one.response_ids) for one in whole.rollouts]
     some = replace(whole, in_loss=torch.tensor([True, False, True]))
     # Packed as the reference packs them, because matrix products round by their shapes.
-    first, last = policy.score(sequences[::2], TEMPERATURE)
+    first, last = policy.score(sequences[::2], TEMPERATURE)[0]
     policy.loss_step(sequences, lambda logprobs, where: logprobs.sum())
-    after = policy.score(sequences, TEMPERATURE)
+    after = policy.score(sequences, TEMPERATURE)[0]
     assert (after[0] - first).abs().max() > 0.01
     found = trained.reference_logprobs(some)
     assert torch.equal(found, torch.cat([first, torch.zeros(len(after[1])), last]))
-    assert torch.equal(torch.cat(policy.score(sequences, TEMPERATURE)), torch.cat(after))
+    assert torch.equal(torch.cat(policy.score(sequences, TEMPERATURE)[0]), torch.cat(after))
 
 
 def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
