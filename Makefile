@@ -79,7 +79,7 @@ ifdef SLIME
 	"$$uv" venv --quiet --allow-existing --python $(BIN)/python $(FRAMEWORKS)-slime && \
 	"$$uv" pip install --quiet --python $(FRAMEWORKS)-slime/bin/python -e . \
 		-r examples/slime/requirements.txt pytest pytest-timeout psutil
-	PYTHONPATH=$(abspath $(SLIME)) $(FRAMEWORKS)-slime/bin/python -m pytest tests/server/test_slime.py \
+	PYTHONPATH=$(abspath $(SLIME)) $(FRAMEWORKS)-slime/bin/python -m pytest \
 		tests/processes/test_slime_rollouts.py $(PYTEST_FLAGS)
 endif
 

@@ -148,6 +148,20 @@ def test_no_page_with_a_generated_token_is_found_and_scores_are_dense(
     assert_scores_are_dense(engine, oracle, prompt, first["output_ids"])
 
 
+@pytest.mark.parametrize(
+    ("option", "new_tokens", "found"),
+    [({"kv_budget_tokens": 48}, 20, 32), (None, 20, 48), ({"dense": True}, 90, 128)],
+)
+def test_generated_tokens_are_found_only_after_a_request_without_a_sparse_step(
+    engine: Any, option: Any, new_tokens: int, found: int
+) -> None:
+    prompt = random_prompt(5, 40)
+    parameters = sampling(new_tokens, custom_params=option and {"sparrow": option})
+    [first] = run(engine, answers(engine, input_ids=prompt, sampling_params=parameters))
+    # The KV of the last token is never written; whole pages count.
+    assert cached(engine, prompt + first["output_ids"] + [7] * 20) == found
+
+
 def assert_scores_are_dense(
     engine: Any, oracle: ContractModel, prompt: list[int], response: list[int]
 ) -> None:

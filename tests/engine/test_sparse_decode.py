@@ -1,11 +1,9 @@
 """The backend inside SGLang: what a user gets, against transformers and the contract's loop."""
 
-import random
-
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import CHOSEN, LARGE_PAGES, SCHEDULE, start_engine
+from engines import CHOSEN, LARGE_PAGES, SCHEDULE, random_prompt, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.client.control import set_schedule
@@ -13,11 +11,6 @@ from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.schedule import BudgetSchedule
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 250) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,7 @@ def generate(
         options: what each of the prompts asks of sparse decode.
     """
     lengths = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(prompts)
-    options = options or [{"report": True}] * len(prompts)
+    options = options or [None] * len(prompts)
     answers = engine.generate(
         input_ids=prompts,
         sampling_params=[
@@ -93,7 +86,7 @@ def generate(
                 "temperature": 0,
                 "max_new_tokens": length,
                 "ignore_eos": True,
-                "custom_params": {"sparrow": option},
+                "custom_params": option and {"sparrow": option},
             }
             for length, option in zip(lengths, options, strict=True)
         ],
@@ -133,9 +126,9 @@ def adapter(sharp_llama, tmp_path_factory) -> str:
 
 def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, adapter):
     """It is so under batching, chunked prefill, prefix-cache hits, and with LoRA on and off."""
-    prompts = [tokens(20 + length, length) for length in (3, 40, 64, 150, 210)]
+    prompts = [random_prompt(20 + length, length) for length in (3, 40, 64, 150, 210)]
     # The last prompt shares 160 tokens with the one before it.
-    prompts.append(prompts[-1][:160] + tokens(99, 30))
+    prompts.append(prompts[-1][:160] + random_prompt(99, 30))
     answers = {}
     for backend in ("torch_native", "sparrow"):
         schedule = {"sparrow_schedule": "fixed-1024"} if backend == "sparrow" else {}
@@ -166,7 +159,7 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, ad
 
 def test_each_request_of_a_batch_follows_the_contract(sparse_engine, sparse_oracle):
     lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 190]
-    prompts = [tokens(length, length) for length in lengths]
+    prompts = [random_prompt(length, length) for length in lengths]
     new_tokens = [40, 50, 30, 41, 20, 40, 40, 33, 40, 17, 40]
     for prompt, answer in zip(prompts, generate(sparse_engine, prompts, new_tokens), strict=True):
         assert_follows(sparse_oracle, prompt, answer)
@@ -174,7 +167,7 @@ def test_each_request_of_a_batch_follows_the_contract(sparse_engine, sparse_orac
 
 def test_sparse_decode_changes_the_log_probs(sparse_engine, dense_oracle):
     """Without this, the tests here could pass on a model that ignores far tokens."""
-    prompt = tokens(1, 200)
+    prompt = random_prompt(1, 200)
     answer = generate(sparse_engine, [prompt], 40)[0]
     dense = chosen(dense_oracle.log_probs(prompt, answer["ids"]), answer["ids"])
     assert (answer["log_probs"] - dense).abs().max() > 100 * FP32
@@ -185,7 +178,7 @@ def test_a_rule_is_followed_by_every_request_of_a_batch(
 ):
     """Each under a budget of its own, cold and from the prefix cache."""
     lengths = [3, 63, 100, 129, 150]
-    prompts = [tokens(300 + length, length) for length in lengths]
+    prompts = [random_prompt(300 + length, length) for length in lengths]
     options = [
         {"report": True},
         {"report": True},
@@ -204,10 +197,18 @@ def test_a_rule_is_followed_by_every_request_of_a_batch(
     connect(ruled_engine).call_sparrow("landmarks")
 
 
+def test_a_row_of_the_token_table_forgets_its_last_request(ruled_engine, ruled_oracle):
+    """Rows are given to one request after the other; the last one here has no option."""
+    prompt = random_prompt(7, 170)
+    for option in ({"dense": True}, {"kv_budget_tokens": 80}):
+        generate(ruled_engine, [prompt] * 8, 4, options=[option] * 8)
+        assert_follows(ruled_oracle, prompt, generate(ruled_engine, [prompt], 24)[0])
+
+
 def test_larger_pages_and_other_pages_that_are_always_kept(sharp_llama, dense_oracle, tmp_path):
     schedule = LARGE_PAGES
     schedule.save(path := tmp_path / "schedule.json")
-    prompts = [tokens(500 + length, length) for length in (30, 160, 400)]
+    prompts = [random_prompt(500 + length, length) for length in (30, 160, 400)]
     with start_engine(
         sharp_llama,
         attention_backend="sparrow",
@@ -229,7 +230,7 @@ def test_larger_pages_and_other_pages_that_are_always_kept(sharp_llama, dense_or
 
 
 def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_oracle, other_oracle):
-    prompt = tokens(17, 110)
+    prompt = random_prompt(17, 110)
     answers = []
     for schedule in (OTHER, "chosen"):
         set_schedule(ruled_engine, schedule)
@@ -244,7 +245,7 @@ def test_layers_become_dense_on_a_running_engine(ruled_engine, ruled_oracle, sha
     rule = CHOSEN.selection.model_copy(update={"layer_weights": (0.5, 0.0, 1.5, 0.0)})
     fields = CHOSEN.model_dump() | {"name": "denser", "dense_layers": (1, 3), "selection": rule}
     denser = BudgetSchedule(**fields)
-    prompts = [tokens(length, length) for length in (70, 130)]
+    prompts = [random_prompt(length, length) for length in (70, 130)]
     set_schedule(ruled_engine, denser)
     options = [{"report": True}, {"kv_budget_tokens": 64}]
     answers = generate(ruled_engine, prompts, 40, options=options)

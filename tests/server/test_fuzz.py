@@ -1,13 +1,11 @@
 """Random inputs are read, or refused in one short line; a server goes on after each of them.
 
 A case begins with a valid input and changes it in a place or two. SPARROW_FUZZ_CASES and
-SPARROW_FUZZ_SEED say how many and which; `make fuzz` runs 100,000. Seed, kind and number name a
-case, and always give the same one.
+SPARROW_FUZZ_SEED say how many and which; `make fuzz` runs 100,000.
 """
 
 import json
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from adapted_models import save_model_of_words
-from fuzz import cases, changed, damaged, odd_value
+from fuzz import changed, damaged, odd_values
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 from servers import start_server
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -29,15 +29,7 @@ from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 
 CASES = int(os.environ.get("SPARROW_FUZZ_CASES", "1000"))
 SEED = int(os.environ.get("SPARROW_FUZZ_SEED", "0"))
-FIRST = int(os.environ.get("SPARROW_FUZZ_FIRST", "0"))
 MAX_MESSAGE = 600
-# Most cases go to the kinds that are cheap to test.
-SHARES = {
-    "schedule_file": 0.4,
-    "run_configuration": 0.3,
-    "request_option": 0.22,
-    "any_field": 0.03,
-}
 SCHEDULE = {"name": "mine", "page_size": 16, "bin_tokens": 64, "budget_tokens": [64, 80, 112]}
 FULL_SCHEDULE = SCHEDULE | {
     "sink_pages": 1,
@@ -89,77 +81,73 @@ JSON_VALUES: list[Any] = [
 ]
 
 
-def complaint(message: str) -> str | None:
-    """What is wrong with an error; None if nothing is."""
-    short = message.isprintable() and len(message) <= MAX_MESSAGE
-    return None if short else f"is not one short line: {message[:MAX_MESSAGE]!r}"
+def fuzz(share: float, *inputs: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+    """Runs a test on `inputs`; most cases go to the tests that are cheap."""
+    cases = settings(max_examples=max(1, round(CASES * share)), deadline=None, database=None)
+    return lambda test: seed(SEED)(cases(given(*inputs)(test)))
 
 
-def schedule_file(draw: random.Random, folder: Path) -> str | None:
-    fields = changed(
-        draw, draw.choice([SCHEDULE, FULL_SCHEDULE]), list(BudgetSchedule.model_fields)
-    )
-    content = json.dumps(fields).encode()
-    path = folder / "s.json"
-    path.write_bytes(damaged(draw, content) if draw.random() < 0.15 else content)
+def require_one_short_line(error: Exception) -> None:
+    message = str(error)
+    assert message.isprintable() and len(message) <= MAX_MESSAGE
+
+
+SCHEDULES = st.sampled_from([SCHEDULE, FULL_SCHEDULE]).flatmap(
+    lambda fields: changed(fields, list(BudgetSchedule.model_fields))
+)
+FILES = SCHEDULES.map(lambda fields: json.dumps(fields).encode())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("schedules")
+
+
+@fuzz(0.4, FILES | FILES | FILES | FILES.flatmap(damaged))
+def test_schedule_files(folder: Path, content: bytes) -> None:
+    path, again = folder / "s.json", folder / "again.json"
+    path.write_bytes(content)
     try:
         found = BudgetSchedule.from_json(path)
     except ScheduleError as error:
-        return complaint(str(error).replace(str(folder), ""))
-    found.save(folder / "again.json")
-    again = BudgetSchedule.from_json(folder / "again.json")
-    return None if again == found else "differs when it is saved and read again"
+        require_one_short_line(ScheduleError(str(error).replace(str(folder), "")))
+    else:
+        found.save(again)
+        assert BudgetSchedule.from_json(again) == found
 
 
-def run_configuration(draw: random.Random, folder: Path) -> str | None:
-    fields = TrainConfig.model_fields
-    sections = [name for name, info in fields.items() if hasattr(info.annotation, "model_fields")]
-    run: dict[str, Any] = {"run_dir": "runs/a", "steps": 100, "task": {"name": "story"}}
-    section = draw.choice(sections)
-    kind: Any = fields[section].annotation
-    run[section] = changed(draw, run.get(section, {}), list(kind.model_fields))
-    fields_of_run = changed(draw, run, list(fields)) if draw.random() < 0.25 else run
+FIELDS = TrainConfig.model_fields
+RUN: dict[str, Any] = {"run_dir": "runs/a", "steps": 100, "task": {"name": "story"}}
+SECTIONS = {
+    name: changed(RUN.get(name, {}), list(kind.model_fields))
+    for name, info in FIELDS.items()
+    if hasattr(kind := info.annotation, "model_fields")
+}
+RUNS = st.sampled_from([*SECTIONS]).flatmap(
+    lambda name: SECTIONS[name].map(lambda section: RUN | {name: section})
+)
+
+
+@fuzz(0.3, RUNS | RUNS | RUNS | changed(RUN, list(FIELDS)))
+def test_run_configurations(fields: dict[str, Any]) -> None:
     try:
-        TrainConfig.parse(fields_of_run)
+        TrainConfig.parse(fields)
     except InputError as error:
-        return complaint(str(error).replace(str(folder), ""))
-    return None
+        require_one_short_line(error)
 
 
-def request_option(draw: random.Random, folder: Path) -> str | None:
-    given = odd_option(draw)
+@fuzz(
+    0.22,
+    odd_values
+    | st.sampled_from(OPTIONS).flatmap(
+        lambda option: changed(option, ["dense", "kv_budget_tokens", "report"])
+    ),
+)
+def test_request_options(option: Any) -> None:
     try:
-        RequestOption.read({"sparrow": given}, ACTIVE)
+        RequestOption.read({"sparrow": option}, ACTIVE)
     except RequestError as error:
-        return complaint(str(error))
-    return None
-
-
-def odd_option(draw: random.Random) -> Any:
-    known = ["dense", "kv_budget_tokens", "report"]
-    return odd_value(draw) if draw.random() < 0.15 else changed(draw, draw.choice(OPTIONS), known)
-
-
-def numbers(kind: str) -> range:
-    return range(FIRST, FIRST + round(CASES * SHARES[kind]))
-
-
-def require_none(kind: str, check: Callable[[random.Random], str | None]) -> None:
-    """Run the cases of a kind, and fail on their problems."""
-    found = []
-    for name, draw in cases(SEED, kind, numbers(kind)):
-        try:
-            problem = check(draw)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem is not None:
-            found.append(f"{name}: {problem[:1500]}")
-    assert not found, "\n".join([f"{len(found)} cases", *found[:40]])
-
-
-@pytest.mark.parametrize("read", [schedule_file, run_configuration, request_option])
-def test_files_and_options(read: Callable[..., str | None], tmp_path: Path) -> None:
-    require_none(read.__name__, lambda draw: read(draw, tmp_path))
+        require_one_short_line(error)
 
 
 class Live:
@@ -168,24 +156,25 @@ class Live:
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=120)
 
-    def any_field(self, draw: random.Random) -> str | None:
+    def require_answer(self, changes: list[tuple[tuple[str, ...], Any]]) -> None:
         """Values of each JSON type in each field of a request, also of those inside others."""
         body: dict[str, Any] = {"input_ids": [5] * 40, "return_logprob": True}
         body["sampling_params"] = {"max_new_tokens": 2, "ignore_eos": True}
-        for _ in range(draw.choice([1, 1, 2])):
-            *parents, name = draw.choice(FIELD_PATHS)
+        for (*parents, name), value in changes:
             place = body
             for parent in parents:
                 inside = place.get(parent)
                 place[parent] = place = inside if isinstance(inside, dict) else {}
-            place[name] = draw.choice(JSON_VALUES) if draw.random() < 0.7 else odd_value(draw)
+            place[name] = value
         parameters = body.get("sampling_params")
         if isinstance(parameters, dict) and not _is_short(parameters.get("max_new_tokens")):
             parameters["max_new_tokens"] = 2
         answer = self._post("/generate", body)
-        if answer.status_code not in (200, 400):
-            return f"{answer.status_code} {answer.text[:300]} to {json.dumps(body)[:600]}"
-        return self.serves()
+        assert answer.status_code in (200, 400), answer.text[:300]
+        # It goes on to answer right requests.
+        parameters = {"max_new_tokens": 3, "ignore_eos": True}
+        answer = self._post("/generate", {"input_ids": [5] * 120, "sampling_params": parameters})
+        assert answer.json()["meta_info"]["completion_tokens"] == 3
 
     @contextmanager
     def others(self) -> Iterator[list[str]]:
@@ -213,16 +202,6 @@ class Live:
             is_over.set()
             for thread in threads:
                 thread.join()
-
-    def serves(self) -> str | None:
-        """What is wrong with the answer to a right request."""
-        parameters = {"max_new_tokens": 3, "ignore_eos": True}
-        body = {"input_ids": [5] * 120, "sampling_params": parameters}
-        answer = self._post("/generate", body)
-        if answer.status_code != 200:
-            return f"a right request is refused: {answer.status_code} {answer.text[:300]}"
-        count = answer.json()["meta_info"]["completion_tokens"]
-        return None if count == 3 else f"a right request got {count} tokens of 3"
 
     def _post(self, route: str, body: Any) -> httpx.Response:
         kind = {"content-type": "application/json"}
@@ -259,7 +238,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def test_a_live_server(live: Live) -> None:
+    values = st.sampled_from(JSON_VALUES) | odd_values
+    changes = st.lists(st.tuples(st.sampled_from(FIELD_PATHS), values), min_size=1, max_size=2)
     with live.others() as problems:
-        require_none("any_field", live.any_field)
+        fuzz(0.03, changes)(live.require_answer)()
     assert problems == []
     assert live.http.get("/health_generate").status_code == 200

@@ -85,6 +85,14 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model):
     assert error(model, engine.generate(PROMPTS, 2, SAMPLING)) < FP32
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_log_probs_are_those_of_the_tempered_distribution(engine, model, temperature) -> None:
+    (group,) = engine.generate(PROMPTS[:1], 4, Sampling(60, temperature))
+    for rollout in group.rollouts:
+        expected = transformers_logprobs(model, rollout, temperature)
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32)
+
+
 def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
     """Prompts are added while groups are under way, and when the last group is complete."""
     for last in (False, True):
