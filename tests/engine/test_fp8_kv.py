@@ -1,9 +1,7 @@
 """Sparse decode over an FP8 KV cache, against the contract's loop on rounded keys and values."""
 
-import random
-
 import torch
-from engines import RULED, start_engine
+from engines import RULED, greedy, random_prompt, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.client.endpoint import connect
@@ -13,15 +11,10 @@ FP8 = torch.float8_e4m3fn
 CLOSE = 0.02
 
 
-def tokens(seed: int, count: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 250) for _ in range(count)]
-
-
 def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path):
     schedule = RULED
     schedule.save(path := tmp_path / "schedule.json")
-    prompts = [tokens(length, length) for length in (17, 64, 190)]
+    prompts = [random_prompt(length, length) for length in (17, 64, 190)]
     with start_engine(
         sharp_llama,
         attention_backend="sparrow",
@@ -30,11 +23,7 @@ def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path):
         chunked_prefill_size=64,
         dtype="float32",
     ) as engine:
-        answers = engine.generate(
-            input_ids=prompts,
-            sampling_params={"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
-            return_logprob=True,
-        )
+        answers = greedy(engine, prompts, 40)
         # Fails on a landmark that is not the mean of its keys.
         assert connect(engine).call_sparrow("landmarks")["pages"] > 10
     errors, of_dense, of_exact = (

@@ -8,9 +8,8 @@ import pytest
 import torch
 from adapted_models import save_adapter
 from engines import flush, last_of, random_prompt, start_engine, start_request
-from oracle import ContractModel
+from oracle import FP32, ContractModel
 
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 PAGE = 16
 # Sparse from 65 tokens on, so that every decoded token of these tests is.
 BUDGET = "fixed-64"

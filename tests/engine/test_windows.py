@@ -1,15 +1,22 @@
 """Models in which some layers have a sliding window: sparse decode in the others only."""
 
 import pytest
-from engines import NEEDS_GEMMA3, RULE, SCHEDULE, random_prompt, save_tiny_model, start_engine
-from oracle import ContractModel
+from engines import (
+    NEEDS_GEMMA3,
+    RULE,
+    SCHEDULE,
+    greedy,
+    random_prompt,
+    save_tiny_model,
+    start_engine,
+)
+from oracle import FP32, ContractModel
 
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.sglang_install import installed_version
 
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 WINDOWS = (0, 2, 4)
 # int4 landmarks, the best query head, and shares of the budget for layers 1, 3 and 5. The weights
 # of the other layers, which have a window, count for nothing.
@@ -46,18 +53,6 @@ def engine(model, schedule_file):
         yield engine
 
 
-def generate(engine, prompts: list[list[int]], new_tokens: int, option: dict | None = None) -> list:
-    """Greedy answers to `prompts`, with SGLang's `meta_info`."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    if option:
-        sampling["custom_params"] = {"sparrow": option}
-    return engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
-
-
-def assert_follows(oracle: ContractModel, prompt: list[int], answer: dict) -> None:
-    assert oracle.errors(prompt, answer).max() < FP32
-
-
 @pytest.fixture(scope="module")
 def oracle(model) -> ContractModel:
     return ContractModel(model, SCHEDULE)
@@ -70,9 +65,9 @@ def dense_oracle(model) -> ContractModel:
 
 def test_layers_that_keep_everything_follow_the_contract(engine, oracle, dense_oracle):
     prompts = [random_prompt(length, length) for length in (1, 23, 24, 25, 64, 81, 130, 190)]
-    answers = generate(engine, prompts, 40)
+    answers = greedy(engine, prompts, 40)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert_follows(oracle, prompt, answer)
+        oracle.assert_greedy(prompt, answer)
     # Without this, the test could pass on a model that ignores far tokens.
     assert dense_oracle.errors(prompts[-1], answers[-1]).max() > 50 * FP32
 
@@ -81,19 +76,19 @@ def test_every_request_may_be_dense(engine, dense_oracle):
     """Cold, and with a prefix from the cache, which for windows holds the end of the prompt."""
     prompts = [random_prompt(30 + length, length) for length in (25, 140, 210)]
     for _ in range(2):
-        answers = generate(engine, prompts, 30, {"dense": True})
+        answers = greedy(engine, prompts, 30, {"dense": True})
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert_follows(dense_oracle, prompt, answer)
+            dense_oracle.assert_greedy(prompt, answer)
     assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [16, 128, 208]
 
 
 def test_a_second_turn_reuses_the_prompt_but_no_sparse_written_kv(engine, dense_oracle):
     prompt = random_prompt(11, 130)
-    [first] = generate(engine, [prompt], 60)
+    [first] = greedy(engine, [prompt], 60)
     history = prompt + first["output_ids"] + random_prompt(12, 21)
-    [second] = generate(engine, [history], 1)
+    [second] = greedy(engine, [history], 1)
     assert second["meta_info"]["cached_tokens"] == 128
-    assert_follows(dense_oracle, history, second)
+    dense_oracle.assert_greedy(history, second)
     connect(engine).call_sparrow("landmarks")
 
 
@@ -118,11 +113,11 @@ def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(model, t
         sparrow_schedule=str(tmp_path / "ruled.json"),
         chunked_prefill_size=64,
     ) as engine:
-        answers = generate(engine, prompts, 50)
+        answers = greedy(engine, prompts, 50)
         connect(engine).call_sparrow("landmarks")
         # One budget by the same rule and in the same layers.
         set_schedule(engine, "fixed-64")
-        switched = generate(engine, prompts, 50)
+        switched = greedy(engine, prompts, 50)
     fixed = {"name": "fixed-64", "bin_tokens": 16, "budget_tokens": (64,)}
     for schedule, some in (
         (RULED, answers),
@@ -130,4 +125,4 @@ def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(model, t
     ):
         oracle = ContractModel(model, schedule)
         for prompt, answer in zip(prompts, some, strict=True):
-            assert_follows(oracle, prompt, answer)
+            oracle.assert_greedy(prompt, answer)

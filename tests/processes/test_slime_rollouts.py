@@ -15,7 +15,7 @@ import pytest
 import torch
 from adapted_models import save_model_of_words, words
 from engines import random_prompt, unused_model_files
-from oracle import ContractModel
+from oracle import FP32, ContractModel
 from servers import start_server
 
 from sparrow_sglang.schedule import BudgetSchedule
@@ -23,7 +23,6 @@ from sparrow_sglang.schedule import BudgetSchedule
 FOLDER = Path(__file__).parents[2] / "examples" / "slime"
 SLIME = find_spec("slime")
 SCHEDULE = BudgetSchedule.fixed(64)
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 PROMPT_TOKENS = 150
 ROLLOUTS, GROUPS, GROUP = 3, 2, 2
 LIMIT_S = 1500  # processes of Ray import SGLang in turn

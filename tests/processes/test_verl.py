@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 from engines import VOCAB_SIZE, save_tiny_model, unused_model_files
-from oracle import ContractModel
+from oracle import FP32, ContractModel
 
 from sparrow_sglang.benchmarks.random_model import save_chat_tokenizer
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
 from sparrow_sglang.schedule import BudgetSchedule
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 LIMIT_S = 1500  # five processes import SGLang in turn
 # Ray's own limits are too short where something else keeps the cores busy.
 ENVIRONMENT = {

@@ -2,7 +2,7 @@
 
 import pytest
 from adapted_models import RANK, save_adapter
-from engines import random_prompt, start_engine
+from engines import greedy, random_prompt, start_engine
 from oracle import ContractModel
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -11,7 +11,6 @@ from sparrow_sglang import push_adapter
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule
 
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 SCHEDULE = BudgetSchedule.fixed(64)
 PROMPT = random_prompt(0, 90)
 SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -43,17 +42,12 @@ def saved(sharp_llama, tmp_path_factory):
 
 
 def generate(engine, name: str | None) -> dict:
-    return engine.generate(
-        input_ids=PROMPT,
-        sampling_params={"temperature": 0, "max_new_tokens": 30, "ignore_eos": True},
-        return_logprob=True,
-        lora_path=name,
-    )
+    return greedy(engine, [PROMPT], 30, lora_path=name)[0]
 
 
 def assert_law(output: dict, model: str) -> None:
     """The log-probs are those of `model`, decoded sparsely."""
-    assert ContractModel(model, SCHEDULE).errors(PROMPT, output).max() < FP32
+    ContractModel(model, SCHEDULE).assert_greedy(PROMPT, output)
 
 
 def test_a_pushed_adapter_is_the_merged_model_and_replaces_the_former(engine, saved, sharp_llama):

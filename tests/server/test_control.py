@@ -5,14 +5,13 @@ import asyncio
 import pytest
 import torch
 from engines import last_of, random_prompt, start_engine, start_request
-from oracle import ContractModel
+from oracle import FP32, ContractModel
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.schedule import BudgetSchedule
 
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 PROMPT = random_prompt(0, 150)
 SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 MINE = BudgetSchedule(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapted_models import save_adapter, save_model_of_words, token_ids, words
 from engines import random_prompt
-from oracle import ContractModel
+from oracle import FP32, ContractModel
 from servers import start_server
 
 from sparrow_sglang import measure_acceptance, push_adapter, score_dense
@@ -19,7 +19,6 @@ from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.schedule import BudgetSchedule
 
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 NAME, KEY = "tiny", "secret"
 A, B = BudgetSchedule.fixed(96), BudgetSchedule.fixed(64)
 PROMPT = random_prompt(0, 100)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engines import random_prompt, start_engine
+from oracle import FP32
 from ports import free_port
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,6 @@ from sparrow_sglang.mismatch.scores import (
     scoring_request,
 )
 
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 # Small enough that most sequences below take several prefill chunks.
 CHUNK = 64
 

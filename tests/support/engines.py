@@ -191,6 +191,29 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, 250), k=length)
 
 
+def greedy(
+    engine: Any,
+    prompts: list[list[int]],
+    new_tokens: int | list[int],
+    options: Any = None,
+    **fields: Any,
+) -> list[dict[str, Any]]:
+    """SGLang's answers, with log-probs. `new_tokens` and `options`, what requests ask of sparse
+    decode, are one for all or a list with one for each."""
+    count = len(prompts)
+    lengths = new_tokens if isinstance(new_tokens, list) else [new_tokens] * count
+    asked = options if isinstance(options, list) else [options] * count
+    sampling = [
+        {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+        | ({"custom_params": {"sparrow": option}} if option else {})
+        for length, option in zip(lengths, asked, strict=True)
+    ]
+    answers: list[dict[str, Any]] = engine.generate(
+        input_ids=prompts, sampling_params=sampling, return_logprob=True, **fields
+    )
+    return answers
+
+
 async def start_request(engine: Any, **fields: Any) -> AsyncIterator[dict[str, Any]]:
     """Start a request, wait for its first answer, and return the iterator of the others."""
     from sglang.srt.managers.io_struct import GenerateReqInput

@@ -14,6 +14,14 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from sparrow_sglang.schedule import BudgetSchedule
 
+FP32 = 2e-4
+"""|difference| of a log-prob between SGLang in fp32 and transformers in float64."""
+
+
+def logprobs_of(answer: dict[str, Any]) -> torch.Tensor:
+    """The log-probs of the new tokens that an engine recorded."""
+    return torch.tensor([value for value, *_ in answer["meta_info"]["output_token_logprobs"]])
+
 
 def _seen(length: int, window: int) -> torch.Tensor:
     """Which keys each position attends to, [length, length]: its own and the window - 1 before."""
@@ -126,6 +134,18 @@ class ContractModel:
 
     def errors(self, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
         """|difference| between an engine's log-prob of each new token and ours, [new tokens]."""
+        return self._compared(prompt, answer)[0]
+
+    def _compared(self, prompt: list[int], answer: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         values, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
-        expected = self.log_probs(prompt, list(ids)).gather(-1, torch.tensor(ids)[:, None])
-        return (torch.tensor(values, dtype=torch.float64) - expected.squeeze(-1)).abs()
+        rows = self.log_probs(prompt, list(ids))
+        expected = rows.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+        errors = (torch.tensor(values, dtype=torch.float64) - expected).abs()
+        return errors, rows.max(-1).values - expected
+
+    def assert_greedy(self, prompt: list[int], answer: dict[str, Any]) -> None:
+        """The answer is our greedy choice, with our log-probs."""
+        errors, gaps = self._compared(prompt, answer)
+        assert errors.max() < FP32, errors
+        # Near-ties may fall either way.
+        assert gaps.max() < 2 * FP32, gaps

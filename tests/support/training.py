@@ -12,8 +12,6 @@ from engines import random_prompt
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.types import Group, Prompt
 
-# An upper bound of the rounding differences between SGLang and transformers in 32 bits.
-FP32 = 2e-4
 PROMPTS = [Prompt(f"p{i}", "test", tuple(random_prompt(i, 70 + 9 * i))) for i in range(3)]
 # Reads every page of the tests' sequences, so that sparse decode is dense decode.
 ALL = "fixed-4096"

@@ -9,10 +9,9 @@ import psutil
 import pytest
 import torch
 from engines import SCHEDULE
-from oracle import ContractModel
+from oracle import FP32, ContractModel
 from training import (
     ALL,
-    FP32,
     PROMPTS,
     SERVER_ARGS,
     begun,

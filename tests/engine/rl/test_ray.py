@@ -18,7 +18,8 @@ import torch
 from ascii_task import rows
 from cluster_engine import pids
 from engines import import_for_fork, kill, unused_model_files
-from training import ALL, FP32, PROMPTS, SERVER_ARGS, begun, error, settings
+from oracle import FP32
+from training import ALL, PROMPTS, SERVER_ARGS, begun, error, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import train

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from ascii_task import rows
-from training import FP32, settings
+from oracle import FP32
+from training import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_sglang.errors import InputError
@@ -55,9 +56,12 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path):
     assert state["metrics"]["critic/score/mean"] == steps[-1]["critic/score/mean"]
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_rollouts_use_the_adapter_and_evaluation_does_not(byte_model, tmp_path, monkeypatch, gated):
-    delivery = "merged" if gated else "lora"
+@pytest.mark.parametrize(
+    ("delivery", "gated"), [("merged", True), ("merged", False), ("lora", False)]
+)
+def test_rollouts_use_the_adapter_and_evaluation_does_not(
+    byte_model, tmp_path, monkeypatch, delivery, gated
+):
     if not gated:
         monkeypatch.setattr(
             learner, "choose_scale", lambda adapter, *rest: setattr(adapter, "scale", 1.0) or {}
