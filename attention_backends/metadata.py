@@ -28,7 +28,7 @@ class BudgetTable:
         self.tensors = Budgets(
             table=torch.empty(MAX_BINS, dtype=torch.int32, device=device),
             bin_pages=torch.empty(1, dtype=torch.int32, device=device),
-            caps=torch.full((num_requests,), NO_CAP, dtype=torch.int32, device=device),
+            caps=torch.empty(num_requests, dtype=torch.int32, device=device),
             weights=torch.empty(num_layers, dtype=torch.float32, device=device),
             dense_pages=torch.empty(1, dtype=torch.int32, device=device),
         )
@@ -50,6 +50,9 @@ class BudgetTable:
         self.tensors.bin_pages.fill_(schedule.bin_pages)
         self.tensors.weights.copy_(weights)
         self.tensors.dense_pages.fill_(schedule.dense_tokens // schedule.page_size)
+        # Those of finished requests would change what is timed next.
+        self.tensors.caps.fill_(NO_CAP)
+        self._capped.clear()
         if self.tensors.table.is_cuda:
             # Steps run on another stream and must see the new tables.
             torch.cuda.synchronize(self.tensors.table.device)

@@ -56,8 +56,10 @@ def test_a_step_is_dense_only_where_every_request_reads_everything() -> None:
     assert not is_dense(1)
     budgets.set_options([3], [RequestOption(None)])
     assert is_dense(1)
+    budgets.set_options([3], [RequestOption(budgets.schedule, 48)])
     budgets.load(FIXED)
     assert is_dense(64) and not is_dense(65)
+    assert budgets.num_selected(torch.tensor([4]), torch.tensor([3])).max() == 4
 
 
 @pytest.fixture
