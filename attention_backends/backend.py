@@ -200,10 +200,13 @@ class SparrowAttnBackend(AttentionBackend):
         if self.stock_layers or self.dense_step or not decode:
             with self._planning:
                 self.dense.init_forward_metadata(forward_batch)
+        lengths = forward_batch.seq_lens, forward_batch.seq_lens_cpu
         if decode:
             self.decode_guard.planned()
-        plan = self.sparse.plan_decode if decode else self.sparse.plan_extend
-        plan(forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu)
+            self.sparse.plan_decode(forward_batch.req_pool_indices, *lengths)
+        else:
+            new_tokens = max(forward_batch.extend_seq_lens_cpu)
+            self.sparse.plan_extend(forward_batch.req_pool_indices, *lengths, new_tokens)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: "ForwardBatch", in_capture: bool = False

@@ -198,17 +198,21 @@ class TritonPagedDecode:
         # No page of a sequence of one token is full, so no landmark is written.
         length = torch.ones(1, dtype=torch.int64)
         on_device = length.to(self._req_to_token.device)
-        self.plan_extend(torch.zeros_like(on_device), on_device, length)
+        self.plan_extend(torch.zeros_like(on_device), on_device, length, 1)
         self.update_landmarks(k_buffers, landmarks)
 
     def plan_extend(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        new_tokens: int,
     ) -> None:
         longest = int(seq_lens_cpu.max())
         # Triton compiles kernels anew for a width of 1 and for one that 16 does not divide.
         width = -(-longest // (16 * self._schedule.page_size)) * 16
         self._pages = self._req_to_token.new_empty(len(seq_lens), width)
-        self._seq_lens, self._new_tokens = seq_lens, (longest, 0)
+        self._seq_lens, self._new_tokens = seq_lens, (new_tokens, 0)
         self._snapshot(req_pool_indices, seq_lens)
 
     def plan_verify(

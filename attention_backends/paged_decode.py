@@ -49,11 +49,16 @@ class TorchPagedDecode:
         return self._pages[full & (position >= (first // self._page_size)[:, None])]
 
     def plan_extend(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        new_tokens: int,
     ) -> None:
-        """Prepare a prefill pass over requests of `seq_lens` [B] tokens, prefix included."""
+        """Prepare a prefill pass over requests of `seq_lens` [B] tokens, prefix included, of which
+        at most `new_tokens` are new."""
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
-        self._full_pages = self._full_from(torch.zeros_like(seq_lens))
+        self._full_pages = self._full_from((seq_lens - new_tokens).clamp_min(0))
 
     def plan_verify(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
@@ -88,9 +93,7 @@ class TorchPagedDecode:
     ) -> None:
         """Write the landmarks of the full pages of the planned dense pass, in the layers given.
 
-        In a prefill pass these are all full pages of every request, not only those of its new
-        tokens: a page may have been completed by an earlier chunk or loaded by someone else.
-        `k_buffers` are [num_slots, Hkv, D], the same at every call, as are `landmarks`.
+        These are the pages that its new tokens touch, at least. `k_buffers` are [num_slots, Hkv, D], the same at every call, as are `landmarks`.
         """
         for layer_id, k_buffer in k_buffers.items():
             self._update(k_buffer, landmarks[layer_id])

@@ -43,7 +43,7 @@ class DevicePool:
 
     def prefill(self, step: TritonPagedDecode) -> None:
         before = (self.lengths - 1).clamp_min(1)
-        step.plan_extend(self.rows, before, before.cpu())
+        step.plan_extend(self.rows, before, before.cpu(), int(before.max()))
         step.update_landmarks({0: self.k}, {0: self.landmarks})
 
     def decode(self, step: TritonPagedDecode) -> torch.Tensor:

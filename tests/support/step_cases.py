@@ -153,10 +153,9 @@ class StepCase:
         return self.decode(step, landmarks)
 
     def prefill(self, step: "Step") -> dict[int, Landmarks]:
-        """Landmarks of the sparse layers."""
+        """Landmarks of the sparse layers, of a prefill in two chunks."""
         pool, page_size = self.pool, self.schedule.page_size
         before = (pool.lengths - 1).clamp_min(1)
-        step.plan_extend(pool.rows, before, before.cpu())
         landmarks = {}
         for layer in SPARSE_LAYERS:
             device, heads = pool.k.device, self.heads[1]
@@ -172,7 +171,10 @@ class StepCase:
             )
             # Scoring a page before its landmarks are written would give NaN.
             landmarks[layer][0 if pairs is None else 1].fill_(torch.nan)
-        step.update_landmarks(dict.fromkeys(landmarks, pool.k), landmarks)
+        chunk = before * 2 // 3
+        for lengths, new in ((chunk, chunk), (before, before - chunk)):
+            step.plan_extend(pool.rows, lengths, lengths.cpu(), int(new.max()))
+            step.update_landmarks(dict.fromkeys(landmarks, pool.k), landmarks)
         return landmarks
 
     def decode(self, step: "Step", landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:

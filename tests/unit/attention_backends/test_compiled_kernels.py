@@ -95,7 +95,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
     for tokens in (1, 16, 17, 255, 256, 257, 16 * PAGES):
         for requests in (1, 2, 3, 16, 17):
             lengths = torch.full((requests,), tokens)
-            step.plan_extend(torch.zeros_like(lengths), lengths, lengths)
+            step.plan_extend(torch.zeros_like(lengths), lengths, lengths, tokens)
             step.update_landmarks({0: pool}, {0: landmarks})
     # A batch that no graph holds runs in slices.
     for rest in BATCHES:
