@@ -175,6 +175,10 @@ class StepCase:
         for lengths, new in ((chunk, chunk), (before, before - chunk)):
             step.plan_extend(pool.rows, lengths, lengths.cpu(), int(new.max()))
             step.update_landmarks(dict.fromkeys(landmarks, pool.k), landmarks)
+        for row, length in zip(pool.rows.tolist(), before.tolist(), strict=True):
+            full = pool.req_to_token[row, : length // page_size * page_size : page_size]
+            for written in landmarks.values():
+                assert written.at(full.long() // page_size).values().isfinite().all()
         return landmarks
 
     def decode(self, step: "Step", landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:
