@@ -72,7 +72,7 @@ class LocalEngine(RolloutEngine):
 
         keep_warnings()
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        self.engine = sglang.Engine(**_engine_args(model_path, schedule) | server_args)
+        self.engine = sglang.Engine(**engine_args(model_path, schedule) | server_args)
         self._manager = self.engine.tokenizer_manager
         self.dtype: torch.dtype = self._manager.model_config.dtype
         self._processes = EngineProcesses(self.engine.get_all_child_pids())
@@ -254,7 +254,7 @@ class LocalEngine(RolloutEngine):
         self._processes.require_alive()
 
 
-def _engine_args(model_path: str, schedule: str) -> dict[str, Any]:
+def engine_args(model_path: str, schedule: str) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "model_path": model_path,
         # The dtype that the policy computes in; "auto" would be float16 for a checkpoint in

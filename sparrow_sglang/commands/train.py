@@ -3,13 +3,17 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.rl.config import TrainConfig, commented_defaults
 from sparrow_sglang.rl.runs.setup import check
 from sparrow_sglang.run_folder import METRICS_FILE
+from sparrow_sglang.sglang_arguments import resolve
+
+if TYPE_CHECKING:
+    from sparrow_sglang.rl.runs.setup import Setup
 
 _EPILOG = """\
 A minimal file:
@@ -83,10 +87,26 @@ def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
 
     logging.disable_progress_bar()
     setup = prepare(config)
+    _check_engine(setup)
     checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
     checkpoints.starting_point(config, args.resume, setup.fingerprint)
     print("\n".join(["the settings can be run", *setup.notes]))
     return 0
+
+
+def _check_engine(setup: "Setup") -> None:
+    """Have SGLang resolve the arguments of the engine. Raises `InputError`."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sparrow_sglang.rl.engines.local_engine import engine_args
+
+    defaults = engine_args(setup.model_path, setup.engine.schedule)
+    try:
+        arguments = ServerArgs(**defaults | setup.engine.server_args)
+        resolve(arguments)
+        arguments.check_server_args()
+    except (AssertionError, TypeError, ValueError) as error:
+        raise InputError(f"engine.server_args: {error or 'SGLang refuses them'}") from None
 
 
 def _train(config: TrainConfig, args: argparse.Namespace) -> int:

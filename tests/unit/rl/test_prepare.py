@@ -128,6 +128,12 @@ def test_a_check_starts_nothing(story, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("argument", ['tp_size="two"', "pp_size=-1", 'kv_cache_dtype="fp9"'])
+def test_a_check_has_sglang_look_at_the_values_of_its_arguments(story, capsys, argument):
+    assert main(["train", "--check", str(story), f"--set=engine.server_args.{argument}"]) == 2
+    assert "error: engine.server_args: " in capsys.readouterr().err
+
+
 def with_template(byte_model: str, folder: Path, template: str) -> TrainConfig:
     shutil.copytree(byte_model, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(template)
