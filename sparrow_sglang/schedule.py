@@ -29,7 +29,7 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import linear_layers, model_value, num_layers_of, partial_layers
 from sparrow_sglang.json_values import JsonError, cut, quoted, read_object
-from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens, weighted_pages
+from sparrow_sglang.selection import SelectionRule, weighted_pages
 from sparrow_sglang.validation import first_problem
 
 PAGE_SIZES = (16, 32, 64)
@@ -49,7 +49,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # What a switch on a running server must leave as it is.
 _FIXED = ("page_size", "sink_pages", "recent_pages")
-_FIXED_RULE = ("landmark_tokens", "landmark_bits", "landmark_pairs", "group_score")
+_FIXED_RULE = ("landmark_bits", "landmark_pairs")
 
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 
@@ -115,9 +115,6 @@ class BudgetSchedule(BaseModel):
         return self
 
     def _check_selection(self) -> None:
-        tokens, expected = self.selection.landmark_tokens, int4_landmark_tokens(self.page_size)
-        if self.selection.int4 and tokens != expected:
-            raise ValueError(f"selection.landmark_tokens={tokens}: expected {expected}")
         if self.selection.layer_weights is None:
             return
         weights = self.sparse_weights
@@ -338,12 +335,7 @@ class BudgetSchedule(BaseModel):
             bin_tokens=4096,
             budget_tokens=budgets,
             dense_layers=(),
-            # As fields: of a wrong page size, the message is about it.
-            selection={
-                "landmark_bits": 4,
-                "landmark_tokens": int4_landmark_tokens(page_size),
-                "group_score": "best_head",
-            },
+            selection=SelectionRule(landmark_bits=4),
         )
 
     @classmethod

@@ -18,6 +18,7 @@ from sparrow_sglang.validation import first_problem
 _MOST_PAIRS = 1024
 _MOST_LANDMARKS = 8
 _INT4_SCALE_BYTES = 2
+_IMPLIED = ("landmark_tokens", "group_score")
 
 PairLists = tuple[tuple[tuple[int, ...], ...], ...]
 """Indices of rotary pairs, by layer and KV head."""
@@ -45,44 +46,34 @@ class SelectionRule(BaseModel):
     of the group. Raises `InputError` on construction, in one line that names the field.
 
     Attributes:
-        landmark_tokens: tokens per int4 landmark; None for the published rule's whole page.
-        landmark_bits: 16 for the published rule, 4 for the other.
-        landmark_pairs: rotary pairs that an int4 landmark keeps: ascending indices by layer of the
-            model and KV head, equally many for each; None for all. Pair i of a head of D dimensions
-            is (i, i + D/2).
-        group_score: "mean_query" for the published rule, "best_head" for the other.
-        layer_weights: one per layer of the model, with int4 landmarks: layer l reads
+        landmark_bits: 16 for the published rule, 4 for the other, which alone has the following.
+        landmark_pairs: rotary pairs that a landmark keeps: ascending indices by layer of the model
+            and KV head, equally many for each; None for all. Pair i of a head of D dimensions is
+            (i, i + D/2).
+        layer_weights: one per layer of the model: layer l reads
             max(sink_pages + recent_pages, floor(w_l * budget_pages + 1/2)) pages. Those of dense
             layers are ignored; None for 1 in each layer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    landmark_tokens: Literal[4, 8] | None = None
     landmark_bits: Literal[16, 4] = 16
     landmark_pairs: _PairLists | None = None
-    group_score: Literal["mean_query", "best_head"] = "mean_query"
     layer_weights: tuple[_Weight, ...] | None = Field(default=None, min_length=1)
 
     def __init__(self, /, **fields: Any) -> None:
+        # Files of earlier versions also name what landmark_bits implies.
+        given = {name: value for name, value in fields.items() if name not in _IMPLIED}
         try:
-            super().__init__(**fields)
+            super().__init__(**given)
         except ValidationError as error:
             raise InputError(first_problem(error, type(self))) from None
 
     @model_validator(mode="after")
     def _check_combination(self) -> "SelectionRule":
-        of_int4 = ("landmark_tokens", "landmark_pairs", "layer_weights")
-        allowed: dict[str, tuple[Any, ...]] = {name: (None,) for name in of_int4}
-        allowed["group_score"] = ("mean_query",)
-        if self.int4:
-            allowed = {"landmark_tokens": (4, 8), "group_score": ("best_head",)}
-        for field, values in allowed.items():
-            if (value := getattr(self, field)) not in values:
-                raise ValueError(
-                    f"{field}={quoted(value, 60)} with landmark_bits={self.landmark_bits}: expected"
-                    f" {' or '.join('null' if v is None else repr(v) for v in values)}"
-                )
+        for field in () if self.int4 else ("landmark_pairs", "layer_weights"):
+            if getattr(self, field) is not None:
+                raise ValueError(f"{field} with landmark_bits=16: expected null")
         return self
 
     @model_validator(mode="after")
@@ -113,7 +104,7 @@ class SelectionRule(BaseModel):
         chosen, weights = self.landmark_pairs, self.layer_weights
         pairs = f" in {len(chosen[0][0])} rotary pairs" if chosen else ""
         spread = f", layer weights {min(weights):g} to {max(weights):g}" if weights else ""
-        return f"int4 landmarks of {self.landmark_tokens} tokens{pairs}{spread}"
+        return f"int4 landmarks{pairs}{spread}"
 
     @classmethod
     def read(cls, given: Any) -> "SelectionRule":
@@ -125,7 +116,7 @@ class SelectionRule(BaseModel):
         return cls(**given)
 
     def landmarks_per_page(self, page_size: int) -> int:
-        return page_size // (self.landmark_tokens or page_size)
+        return page_size // int4_landmark_tokens(page_size) if self.int4 else 1
 
     def pairs_kept(self, head_dim: int) -> int:
         """Rotary pairs that a landmark holds, of the `head_dim` / 2 of a head."""

@@ -23,7 +23,6 @@ from sparrow_sglang.calibration.rule import (
     dense_candidates,
     dense_schedule,
     even_schedule,
-    landmark_rule,
     rule_settings,
     sensitivities,
     sensitivity_schedule,
@@ -51,7 +50,7 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     prompts = _longest(job.prompts)
     variances = _pair_variances(job, prompts)
     pairs = chosen_pairs(variances)
-    rule = landmark_rule(pairs, job.page_size)
+    rule = SelectionRule(landmark_bits=4, landmark_pairs=pairs)
     size = (rule, layers, job.page_size, context)
     alone = {layer: sensitivity_schedule(layer, *size, partial) for layer in whole}
     measured = _measured(job, prompts, "layers", list(alone.values()), rule, measuring)

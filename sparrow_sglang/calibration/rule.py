@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from sparrow_sglang.calibration.choice import CONFIDENCE
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.selection import PairLists, SelectionRule, int4_landmark_tokens
+from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import PairLists, SelectionRule
 
 MOST_DENSE = 2
 # The context divided by the first is what the sparse layer reads while sensitivities are measured;
@@ -59,15 +59,6 @@ def variance_kept(variances: NDArray[np.float64], pairs: PairLists) -> list[list
     whole = variances.sum(-1)
     share: list[list[float]] = np.where(whole > 0, kept / np.maximum(whole, 1e-300), 1.0).tolist()
     return [[round(value, 4) for value in layer] for layer in share]
-
-
-def landmark_rule(pairs: PairLists | None, page_size: int = PAGE_SIZE) -> SelectionRule:
-    return SelectionRule(
-        landmark_tokens=int4_landmark_tokens(page_size),
-        landmark_bits=4,
-        landmark_pairs=pairs,
-        group_score="best_head",
-    )
 
 
 def rule_settings(rule: SelectionRule) -> dict[str, Any]:

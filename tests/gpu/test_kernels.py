@@ -36,16 +36,14 @@ from sparrow_sglang.attention_backends.kernels.select import (
     allocate_select_scratch,
 )
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
-from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
+from sparrow_sglang.selection import SelectionRule
 
 
 def rule_of(pairs: int | None, heads: int, dim: int, page: int = 16, layers: int = 1) -> Any:
     """The int4 rule, with so many rotary pairs chosen for each layer and KV head."""
     return SelectionRule(
-        landmark_tokens=int4_landmark_tokens(page),
         landmark_bits=4,
         landmark_pairs=None if pairs is None else chosen_pairs(layers, heads, pairs, dim),
-        group_score="best_head",
     )
 
 

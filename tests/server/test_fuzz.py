@@ -36,10 +36,8 @@ FULL_SCHEDULE = SCHEDULE | {
     "recent_pages": 2,
     "dense_layers": [0, 1],
     "selection": {
-        "landmark_tokens": 4,
         "landmark_bits": 4,
         "landmark_pairs": None,
-        "group_score": "best_head",
         "layer_weights": [1.0, 1.0, 0.5, 1.5],
     },
     "calibrated": True,

@@ -20,9 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-PUBLISHED = SimpleNamespace(
-    landmark_tokens=None, landmark_bits=16, landmark_pairs=None, group_score="mean_query"
-)
+PUBLISHED = SimpleNamespace(landmark_bits=16, landmark_pairs=None)
 
 
 def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: list[int]) -> int:
@@ -52,7 +50,8 @@ def landmarks_of(
 ) -> np.ndarray:
     """Landmarks [n, D] of a page's keys [page, D]; channels that are left out are 0."""
     size, dim = page_keys.shape
-    means = page_keys.reshape(-1, rule.landmark_tokens or size, dim).mean(1)[:, kept]
+    tokens = size if rule.landmark_bits == 16 else max(4, size // 8)
+    means = page_keys.reshape(-1, tokens, dim).mean(1)[:, kept]
     landmarks = np.zeros((len(means), dim))
     if rule.landmark_bits == 16:
         landmarks[:, kept] = store(means)
@@ -115,7 +114,7 @@ def decode_one(
     kept_by_head = []
     for head in range(num_kv_heads):
         queries = [q[head * group + member] for member in range(group)]
-        if rule.group_score == "mean_query":
+        if rule.landmark_bits == 16:
             queries = [sum(queries) / group]
         channels = kept_channels(rule, q.shape[1], layer, head)
         scores = []

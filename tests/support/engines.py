@@ -66,9 +66,7 @@ LARGE_PAGES = BudgetSchedule(
 )
 # The same budgets by int4 landmarks, without dense layers. Heads have 8 rotary pairs.
 RULE = SelectionRule(
-    landmark_tokens=4,
     landmark_bits=4,
-    group_score="best_head",
     layer_weights=(0.5, 1.75, 0.75, 1.0),
 )
 RULED = BudgetSchedule(

@@ -18,7 +18,6 @@ from sparrow_sglang.attention_backends.landmarks import (
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import int4_landmark_tokens
 
 if TYPE_CHECKING:
     from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
@@ -70,10 +69,8 @@ class StepCase:
             count = draw.choice([None, 8, head_dim // 4 // 8 * 8 or 3])
             share = draw.choice([1.0, 0.5, 0.9, 1.75])
             selection = {
-                "landmark_tokens": int4_landmark_tokens(page_size),
                 "landmark_bits": 4,
                 "landmark_pairs": count and chosen_pairs(LAYERS, heads[1], count, head_dim, seed),
-                "group_score": "best_head",
                 "layer_weights": draw.choice([None, (9.0, share, 2 - share)]),
             }
         schedule = BudgetSchedule(

@@ -15,7 +15,7 @@ def schedule(name: str, *pages: int, **fields) -> BudgetSchedule:
     )
 
 
-INT4 = {"landmark_tokens": 4, "landmark_bits": 4, "group_score": "best_head"}
+INT4 = {"landmark_bits": 4}
 A, B = schedule("a", 4, 5, 5, 7), schedule("b", 6, 6, 8)
 PLACE = 'custom_params["sparrow"]'
 REFUSED = [
@@ -77,7 +77,7 @@ class TestSwitching:
             (schedule("b", 6, sink_pages=2), "sink_pages"),
             (schedule("b", 6, recent_pages=1), "recent_pages"),
             (BudgetSchedule.fixed(512, 32), "page_size"),
-            (schedule("b", 6, selection=INT4), "selection.landmark_tokens"),
+            (schedule("b", 6, selection=INT4), "selection.landmark_bits"),
         ],
     )
     def test_what_would_move_landmarks_is_refused(self, other, field):

@@ -78,7 +78,7 @@ def test_a_scheduler_goes_on_where_an_option_cannot_be_read():
 
 def test_a_report_says_why_the_budget_was_not_met():
     """Layers that share a budget of 768 of 768 tokens unevenly leave out 8 on average."""
-    rule = {"landmark_tokens": 4, "landmark_bits": 4, "group_score": "best_head"}
+    rule = {"landmark_bits": 4}
     uneven = BudgetSchedule(
         **GROWING.model_dump()
         | {

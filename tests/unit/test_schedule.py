@@ -326,7 +326,7 @@ class TestModelsWithSlidingWindows:
 
     def test_layer_weights_are_those_of_the_layers_that_keep_everything(self) -> None:
         def served(*weights: float) -> BudgetSchedule:
-            rule = {"landmark_tokens": 4, "landmark_bits": 4, "group_score": "best_head"}
+            rule = {"landmark_bits": 4}
             rule |= {"layer_weights": list(weights)}
             fields = BudgetSchedule.fixed(96).model_dump() | {"dense_layers": ()}
             return BudgetSchedule(**fields | {"selection": rule}).for_model(self.CONFIG)

@@ -27,11 +27,16 @@ FIELDS: dict[str, Any] = {
 }
 
 
-INT4 = {"landmark_tokens": 4, "landmark_bits": 4, "group_score": "best_head"}
+INT4 = {"landmark_bits": 4}
 
 
 def with_weights(*weights: float, **fields: Any) -> BudgetSchedule:
     return BudgetSchedule(**FIELDS | {"selection": INT4 | {"layer_weights": weights}} | fields)
+
+
+def test_what_earlier_files_name_beside_landmark_bits_is_implied_by_it() -> None:
+    earlier = INT4 | {"landmark_tokens": 4, "group_score": "best_head"}
+    assert BudgetSchedule(**FIELDS, selection=earlier) == BudgetSchedule(**FIELDS, selection=INT4)
 
 
 def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
@@ -44,14 +49,8 @@ def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
     "selection",
     [
         None,
-        {"landmark_tokens": 5},
-        {"landmark_tokens": 4},
-        INT4 | {"landmark_tokens": 8},
-        INT4 | {"landmark_tokens": None},
         {"landmark_bits": 8},
         {"landmark_pairs": [[[1]]]},
-        {"group_score": "best_head"},
-        INT4 | {"group_score": "mean_query"},
         {"layer_weights": [1, 1]},
         INT4 | {"landmark_pairs": []},
         INT4 | {"landmark_pairs": [[[0, 1.5]]]},
@@ -131,7 +130,7 @@ def test_pairs_that_were_chosen_are_saved_a_line_each_and_read_back(tmp_path: Pa
         str(list(head)) for layer in pairs for head in layer
     ]
     assert rule.landmark_bytes(16, 16, 2) == RULE.landmark_bytes(16, 16, 2) - 4 * 3
-    assert "4 tokens in 5 rotary pairs" in str(rule)
+    assert "int4 landmarks in 5 rotary pairs" in str(rule)
 
 
 @st.composite

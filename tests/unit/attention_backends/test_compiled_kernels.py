@@ -25,7 +25,7 @@ from sparrow_sglang.selection import SelectionRule
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]
 DIM, PAGES = 128, 2048
 CPU = torch.device("cpu")
-INT4 = SelectionRule(landmark_tokens=4, landmark_bits=4, group_score="best_head")
+INT4 = SelectionRule(landmark_bits=4)
 
 
 class Triton:

@@ -17,7 +17,7 @@ from sparrow_sglang.attention_backends.landmarks import (
     kept_pairs,
 )
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
+from sparrow_sglang.selection import SelectionRule
 
 FP32 = [(torch.float32, torch.float32)] * 3 + [(torch.float32, torch.float8_e4m3fn)]
 
@@ -63,10 +63,8 @@ def test_a_score_that_is_not_finite_ranks_last_and_nothing_past_the_end_is_chose
 
 def int4_rule(page_size: int, pairs: Any = None, weights: Any = None) -> SelectionRule:
     return SelectionRule(
-        landmark_tokens=int4_landmark_tokens(page_size),
         landmark_bits=4,
         landmark_pairs=pairs,
-        group_score="best_head",
         layer_weights=weights,
     )
 

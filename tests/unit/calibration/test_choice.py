@@ -8,10 +8,11 @@ import pytest
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.choice import MeasuredTails, choose
 from sparrow_sglang.calibration.results import check_schedule, make_schedule
-from sparrow_sglang.calibration.rule import RuleChoice, chosen_pairs, landmark_rule, with_weights
+from sparrow_sglang.calibration.rule import RuleChoice, chosen_pairs, with_weights
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 BIN = 64
 
@@ -75,9 +76,9 @@ def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:
 
 
 def test_a_dense_bin_is_dense_in_the_layers_that_read_least() -> None:
-    rule = RuleChoice(
-        with_weights(landmark_rule(chosen_pairs(np.ones((3, 1, 16)))), (9.0, 0.4, 1.6)), (0,), {}
-    )
+    pairs = chosen_pairs(np.ones((3, 1, 16)))
+    landmarks = SelectionRule(landmark_bits=4, landmark_pairs=pairs)
+    rule = RuleChoice(with_weights(landmarks, (9.0, 0.4, 1.6)), (0,), {})
     tails = {64: {3: tail(3, 0.9), 4: tail(4, 0.1)}, 448: {4: tail(4, 0.2)}}
     origin = {"model": "m", "model_match": {}}
     schedule = make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500, 0.4), 16, 320, origin, rule)

@@ -9,7 +9,6 @@ from sparrow_sglang.calibration.rule import (
     dense_candidates,
     dense_schedule,
     describe_rule,
-    landmark_rule,
     layer_weights,
     sensitivities,
     sensitivity_schedule,
@@ -17,6 +16,7 @@ from sparrow_sglang.calibration.rule import (
 )
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.selection import SelectionRule
 
 PAGE = 16
 
@@ -41,7 +41,7 @@ def tokens(prompt: str, rates: list[float]) -> Tokens:
 @pytest.mark.parametrize("layers", [1, 2, 3, 30, 64])
 @pytest.mark.parametrize("context", [320, 4096, 8192, 40960])
 def test_one_layer_alone_leaves_pages_out(layers: int, context: int) -> None:
-    rule = landmark_rule(None)
+    rule = SelectionRule(landmark_bits=4)
     for layer in {0, layers // 2, layers - 1}:
         schedule = sensitivity_schedule(layer, rule, layers, PAGE, context)
         read = pages_of_layers(schedule, context // PAGE)
@@ -69,7 +69,7 @@ def test_sets_of_dense_layers_are_compared_at_equal_kv_tokens() -> None:
     assert found == [(), (7,), (0, 1), (7, 9)]
     context = 8192
     for dense in found:
-        schedule = dense_schedule(dense, sensitivity, landmark_rule(None), PAGE, context)
+        schedule = dense_schedule(dense, sensitivity, SelectionRule(landmark_bits=4), PAGE, context)
         read = pages_of_layers(schedule, context // PAGE)
         assert all(read[layer] == context // PAGE for layer in dense)
         assert sum(read) / 40 == pytest.approx(context // PAGE / 8, rel=0.02)
@@ -83,7 +83,7 @@ def test_a_dense_layer_must_pay_beyond_doubt() -> None:
     def shifted(by: float) -> list[Tokens]:
         return [tokens(str(i), [min(1.0, r + by) for r in rates]) for i, rates in enumerate(groups)]
 
-    rule = landmark_rule(chosen_pairs(np.ones((40, 2, 64))))
+    rule = SelectionRule(landmark_bits=4, landmark_pairs=chosen_pairs(np.ones((40, 2, 64))))
     kept = [[0.5, 0.75]] * 40
     near = choose_rule(rule, kept, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.001)})
     far = choose_rule(rule, kept, sensitivity, {(): shifted(0.0), (0, 1): shifted(0.15)})
@@ -112,7 +112,7 @@ def test_sensitivity_is_what_a_layer_alone_costs_on_average() -> None:
 def test_layers_with_a_window_have_no_share_in_a_budget() -> None:
     """Every other one of 40 layers has a window; the budget is the average over the rest."""
     partial, context = tuple(range(0, 40, 2)), 8192
-    alone = sensitivity_schedule(7, landmark_rule(None), 40, PAGE, context, partial)
+    alone = sensitivity_schedule(7, SelectionRule(landmark_bits=4), 40, PAGE, context, partial)
     read = pages_of_layers(alone, context // PAGE, partial)
     assert {read[layer] for layer in range(1, 40, 2) if layer != 7} == {context // PAGE}
     assert abs(read[7] - context // 16 // PAGE) <= 1
@@ -120,12 +120,14 @@ def test_layers_with_a_window_have_no_share_in_a_budget() -> None:
     sensitivity = [0.0 if layer in partial else 0.01 * (layer + 1) for layer in range(40)]
     assert dense_candidates(sensitivity, partial) == [(), (39,)]
     for dense in ((), (39,)):
-        schedule = dense_schedule(dense, sensitivity, landmark_rule(None), PAGE, context, partial)
+        schedule = dense_schedule(
+            dense, sensitivity, SelectionRule(landmark_bits=4), PAGE, context, partial
+        )
         read = pages_of_layers(schedule, context // PAGE, partial)
         whole = [read[layer] for layer in range(1, 40, 2)]
         assert np.mean(whole) == pytest.approx(context // PAGE / 8, rel=0.03)
 
-    rule = landmark_rule(chosen_pairs(np.ones((40, 2, 64))))
+    rule = SelectionRule(landmark_bits=4, landmark_pairs=chosen_pairs(np.ones((40, 2, 64))))
     measured = {
         dense: [tokens(str(prompt), [rate] * 50) for prompt in range(8)]
         for dense, rate in (((), 0.5), ((39,), 0.9))
