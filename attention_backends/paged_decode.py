@@ -93,7 +93,8 @@ class TorchPagedDecode:
     ) -> None:
         """Write the landmarks of the full pages of the planned dense pass, in the layers given.
 
-        These are the pages that its new tokens touch, at least. `k_buffers` are [num_slots, Hkv, D], the same at every call, as are `landmarks`.
+        These are the pages that its new tokens touch, at least. `k_buffers` are [num_slots, Hkv,
+        D], the same at every call, as are `landmarks`.
         """
         for layer_id, k_buffer in k_buffers.items():
             self._update(k_buffer, landmarks[layer_id])
