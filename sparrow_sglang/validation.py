@@ -56,8 +56,14 @@ def _in_words_of_toml(message: str) -> str:
 
 
 def _dotted(loc: Iterable[str | int]) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if part != "")
+    parts = (
+        f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in loc if part != ""
+    )
     return "".join(parts).removeprefix(".")
+
+
+def _key(name: str) -> str:
+    return name if name.isprintable() and len(name) <= _COMPARED else quoted(name, _COMPARED)
 
 
 def _section(model: type[BaseModel], loc: Iterable[str | int]) -> type[BaseModel]:
