@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from sparrow_sglang.json_values import quoted
+from sparrow_sglang.json_values import cut, quoted
 
 _COMPARED = 100
 
@@ -56,14 +56,8 @@ def _in_words_of_toml(message: str) -> str:
 
 
 def _dotted(loc: Iterable[str | int]) -> str:
-    parts = (
-        f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in loc if part != ""
-    )
-    return "".join(parts).removeprefix(".")
-
-
-def _key(name: str) -> str:
-    return name if name.isprintable() and len(name) <= _COMPARED else quoted(name, _COMPARED)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in loc)
+    return "".join(part for part in parts if part != ".").removeprefix(".")
 
 
 def _section(model: type[BaseModel], loc: Iterable[str | int]) -> type[BaseModel]:

@@ -7,6 +7,8 @@ from decimal import Decimal, InvalidOperation
 from math import isclose
 from typing import Any
 
+from sparrow_sglang.json_values import quoted
+
 TOLERANCE = 1e-6
 # What LiveCodeBench's checker makes available to each program.
 _MODULES = (
@@ -47,13 +49,13 @@ def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
         name, wrapped = tests.get("fn_name") or name, True
         tests = _paired(tests)
     if not isinstance(tests, list) or not tests:
-        raise ValueError(f"tests={_short(example.get('tests'))}: expected {_EXPECTED}, not empty")
+        raise ValueError(f"tests={quoted(example.get('tests'))}: expected {_EXPECTED}, not empty")
     for one in (example, *tests):
         if not isinstance(one, Mapping):
-            raise ValueError(f"tests holds {_short(one)}: expected {_EXPECTED}")
+            raise ValueError(f"tests holds {quoted(one)}: expected {_EXPECTED}")
         for field in _CHECKERS:
             if one.get(field):
-                raise ValueError(f"{field}={_short(one[field])}: outputs need this special checker")
+                raise ValueError(f"{field}={quoted(one[field])}: outputs need this special checker")
     names = {str(found) for found in (name, *map(_function_of, tests)) if found}
     if len(names) > 1:
         raise ValueError(f"fn_name={sorted(names)}: expected one function")
@@ -140,13 +142,13 @@ def _decoded(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        raise ValueError(f"tests={_short(value)}: not JSON; expected {_EXPECTED}") from None
+        raise ValueError(f"tests={quoted(value)}: not JSON; expected {_EXPECTED}") from None
 
 
 def _paired(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError(f"tests={_short(tests)}: expected lists inputs and outputs, as long")
+        raise ValueError(f"tests={quoted(tests)}: expected lists inputs and outputs, as long")
     pairs = zip(inputs, outputs, strict=True)
     return [{"input": one, "output": other} for one, other in pairs]
 
@@ -160,7 +162,7 @@ def _function_of(test: Mapping[str, Any]) -> Any:
 def _stdin_test(test: Mapping[str, Any]) -> dict[str, Any]:
     texts = {field: _lines(test.get(field, ...)) for field in ("input", "output")}
     if None in texts.values():
-        raise ValueError(f"tests holds {_short(test)}: expected {_EXPECTED}, both strings")
+        raise ValueError(f"tests holds {quoted(test)}: expected {_EXPECTED}, both strings")
     return texts
 
 
@@ -175,7 +177,7 @@ def _lines(value: Any) -> str | None:
 
 def _function_test(test: Mapping[str, Any]) -> dict[str, Any]:
     if "input" not in test or "output" not in test:
-        raise ValueError(f"tests holds {_short(test)}: expected {_EXPECTED}")
+        raise ValueError(f"tests holds {quoted(test)}: expected {_EXPECTED}")
     given = test["input"]
     if isinstance(given, str):
         # LiveCodeBench: one argument a line.
@@ -194,8 +196,3 @@ def _json(text: str) -> str:
     except ValueError:
         return json.dumps(text)
     return text
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

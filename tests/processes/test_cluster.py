@@ -46,14 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    variables = {
-        "RAY_raylet_start_wait_time_s": "120",
-        "RAY_worker_niceness": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray would kill actors while other tests need most of the memory.
-        "RAY_memory_monitor_refresh_ms": "0",
-        # As in other tests of this process.
-        "RAY_AUTH_MODE": "disabled",
+    variables = forked_workers.RAY | {
         # How long a process may stand still, seven minutes otherwise.
         "RAY_grpc_client_keepalive_time_ms": "5000",
         "RAY_grpc_client_keepalive_timeout_ms": "15000",

@@ -3,7 +3,6 @@
 import importlib.util
 import multiprocessing
 import sys
-import time
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,7 @@ from types import ModuleType
 import psutil
 import pytest
 from engines import import_for_fork
+from waiting import wait_until
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
@@ -30,12 +30,9 @@ demo = load_demo()
 
 def engine_processes(pid: int, count: int) -> list[psutil.Process]:
     """The processes of the demo's engine, once there are `count`."""
-    end = time.monotonic() + 240
-    while time.monotonic() < end:
-        if len(children := psutil.Process(pid).children(recursive=True)) >= count:
-            return children
-        time.sleep(0.1)
-    raise AssertionError("the demo did not start its engine")
+    process = psutil.Process(pid)
+    wait_until(lambda: len(process.children(recursive=True)) >= count, 240)
+    return process.children(recursive=True)
 
 
 def run_demo() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from reward_groups import group, obey
+from waiting import wait_until
 
 from sparrow_sglang.rl.tasks.rewards import RewardPool, RewardsFailed, part_metrics
 from sparrow_sglang.rl.types import Prompt
@@ -116,11 +117,8 @@ def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
 def test_groups_are_scored_while_others_are_added(pool: RewardPool) -> None:
     with pool.scoring() as scoring:
         assert scoring.add(group("a", 0.0, ["slow 1", "2"])) == 0
-        deadline = time.monotonic() + 120
-        while scoring.rewards(0) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
         # The rewards are there before anybody has called `scores`.
-        assert scoring.rewards(0) == (1, 2)
+        assert wait_until(lambda: scoring.rewards(0), 120) == (1, 2)
         assert scoring.add(group("b", 10.0, ["crash", "4", "raise"])) == 1
         assert scoring.add(group("c", 0.0, ["5"])) == 2
         scores = scoring.scores([2, 1])

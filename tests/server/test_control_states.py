@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from adapted_models import save_adapter
 from engines import start_engine
 from safetensors.torch import load_file, save_file
+from waiting import wait_until
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.endpoint import EndpointError
@@ -51,8 +51,7 @@ def in_flight(client: httpx.Client, **fields: Any) -> Iterator[None]:
     """A request runs within this context, unless it is paused; afterwards it has been aborted."""
     thread = threading.Thread(target=lambda: generated(client, 3000, rid="long", **fields))
     thread.start()
-    while not client.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
-        time.sleep(0.05)
+    wait_until(lambda: client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
     try:
         yield
     finally:
@@ -125,10 +124,7 @@ def test_measurements_of_a_former_schedule_are_not_shown(client: httpx.Client) -
         return any(line.startswith("sparrow:acceptance_tail") for line in gauges(client))
 
     generated(client, 60)
-    deadline = time.monotonic() + 60
-    while not shown():
-        assert time.monotonic() < deadline, gauges(client)
-        time.sleep(0.3)
+    wait_until(shown)
     answer = client.post("/sparrow/schedule", json={"schedule": "fixed-96"})
     # Provenance of shipped schedules has 14 KB.
     assert answer.status_code == 200 and "provenance" not in answer.text

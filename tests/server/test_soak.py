@@ -16,6 +16,7 @@ import httpx
 import psutil
 from adapted_models import save_adapter, save_model_of_words, words
 from servers import start_server
+from waiting import wait_until
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.endpoint import connect
@@ -184,7 +185,7 @@ def test_soak(tmp_path):
         before = resident_bytes()
         load = Load(url, seed=2)
         asyncio.run(load.run(SECONDS))
-        wait_until_idle(url)
+        wait_until(lambda: is_idle(url))
         grown = resident_bytes() / before - 1
         print(f"{sum(load.done.values())} requests: {dict(load.done)}; memory {grown:+.1%}")
         assert warm.problems + load.problems == []
@@ -201,8 +202,6 @@ def state(url: str) -> dict:
     return httpx.get(f"{url}/v1/loads", timeout=60).json()["loads"][0]
 
 
-def wait_until_idle(url: str) -> None:
-    deadline = time.monotonic() + 60
-    while (now := state(url))["num_running_reqs"] or now["num_waiting_reqs"]:
-        assert time.monotonic() < deadline, f"requests are left that nobody waits for: {now}"
-        time.sleep(0.2)
+def is_idle(url: str) -> bool:
+    now = state(url)
+    return not now["num_running_reqs"] and not now["num_waiting_reqs"]

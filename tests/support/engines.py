@@ -12,7 +12,6 @@ import os
 import pkgutil
 import random
 import signal
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -28,6 +27,7 @@ import zmq
 from packaging.version import Version
 from pools import chosen_pairs
 from ports import free_port
+from waiting import wait_until
 
 from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.schedule import BudgetSchedule
@@ -231,11 +231,7 @@ async def last_of(answers: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
 
 def flush(engine: Any) -> None:
     """Empty the prefix cache; a scheduler that has just finished a request may still be busy."""
-    deadline = time.monotonic() + 60
-    while not engine.flush_cache().success:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the engine did not become idle within a minute")
-        time.sleep(0.02)
+    wait_until(lambda: engine.flush_cache().success)
 
 
 @contextmanager

@@ -16,6 +16,18 @@ import traceback
 from collections.abc import Sequence
 from functools import cache
 
+RAY = {
+    # Ray's limit of half a minute is too short while another test file keeps the cores busy.
+    "RAY_raylet_start_wait_time_s": "120",
+    # At the low priority of Ray's workers, engines would not start before other tests are done.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would kill actors while other tests need most of the memory.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Without, Ray sets it to "token", and goes by that in this process after the variable is unset.
+    "RAY_AUTH_MODE": "disabled",
+}
+"""Environment of a Ray session in tests."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 

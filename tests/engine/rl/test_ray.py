@@ -1,7 +1,6 @@
 """Rollout engines as Ray actors: whose weights they sample from, and what happens when they die."""
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from engines import import_for_fork, kill, unused_model_files
 from oracle import FP32
 from training import ALL, PROMPTS, SERVER_ARGS, begun, error, settings
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from sparrow_sglang.rl import train
 from sparrow_sglang.rl.cluster import ray_engines, trainer_actor
@@ -33,18 +33,6 @@ from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.tasks import TASKS
 
 MARK = "SPARROW_TEST_CLUSTER"
-ENVIRONMENT = {
-    MARK: str(os.getpid()),
-    # Ray's limit of half a minute is too short while another test file keeps the cores busy.
-    "RAY_raylet_start_wait_time_s": "120",
-    # At the low priority of Ray's workers, engines would not start before other tests are done.
-    "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would kill actors while other tests need most of the memory.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # Without, Ray sets it to "token", and goes by that in this process after the variable is unset.
-    "RAY_AUTH_MODE": "disabled",
-}
 SAMPLING = Sampling(max_new_tokens=20)
 # Long enough to be interrupted: each engine samples 12 groups in turns of 8 sequences.
 MANY = PROMPTS * 8
@@ -56,15 +44,16 @@ def cluster() -> Iterator[None]:
     disabled = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files())}
     # The fork server stays for the tests after these, so it must not carry the mark.
     forkserver.ensure_running()
-    with mock.patch.dict(os.environ, ENVIRONMENT | disabled):
+    with mock.patch.dict(os.environ, forked_workers.RAY | disabled | {MARK: str(os.getpid())}):
         try:
             _start_ray(forked_workers.runtime_env())
             yield
         finally:
             ray.shutdown()
-            left = wait_until(lambda: not marked_processes())
-            kill(marked_processes())
-            assert left, "processes of Ray or of an engine outlived ray.shutdown()"
+            try:
+                wait_until(lambda: not marked_processes())
+            finally:
+                kill(marked_processes())
 
 
 def _start_ray(runtime_env: dict[str, str]) -> None:
@@ -95,15 +84,6 @@ def marked_processes() -> list[psutil.Process]:
         except psutil.Error:
             pass
     return processes
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def start_forked(*arguments: Any, **server_args: Any) -> LocalEngine:
