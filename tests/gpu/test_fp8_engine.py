@@ -1,13 +1,12 @@
 """An FP8 KV cache in an engine on a GPU, against the contract's loop on rounded keys and values."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from engines import SCHEDULE, save_tiny_model
+from engines import SCHEDULE, greedy, random_prompt, save_tiny_model
 from oracle import ContractModel
 from safetensors.torch import load_file, save_file
 
@@ -69,8 +68,7 @@ def test_log_probs_follow_the_contract_on_rounded_kv(
         monkeypatch.setenv("SGLANG_FLASHINFER_USE_PAGED", "1")
     elif scales != (1.0, 1.0):
         served = save_with_kv_scales(model, tmp_path / "scaled", scales)
-    draw = random.Random(0)
-    prompts = [[draw.randrange(3, 250) for _ in range(length)] for length in (17, 64, 190)]
+    prompts = [random_prompt(length, length) for length in (17, 64, 190)]
     with sglang.Engine(
         model_path=served,
         skip_tokenizer_init=True,
@@ -85,12 +83,8 @@ def test_log_probs_follow_the_contract_on_rounded_kv(
         disable_prefill_cuda_graph=True,
         log_level="error",
     ) as engine:
-        sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
         # In the second round, prompts are found in the prefix cache.
-        cold, warm = (
-            engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
-            for _ in range(2)
-        )
+        cold, warm = (greedy(engine, prompts, 40) for _ in range(2))
         assert connect(engine).call_sparrow("landmarks")["pages"] > 10
     assert warm[2]["meta_info"]["cached_tokens"] > 100
     oracle = ContractModel(model, SCHEDULE, kv_dtype=FP8, kv_scales=scales)
@@ -104,10 +98,5 @@ def test_log_probs_follow_the_contract_on_rounded_kv(
 
 def mean_error(oracle: ContractModel, prompts: list[list[int]], answers: list[dict]) -> float:
     """Mean |difference| between the answers' log-probs and an oracle's."""
-    errors = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        recorded = answer["meta_info"]["output_token_logprobs"]
-        ids = [token for _, token, _ in recorded]
-        expected = oracle.log_probs(prompt, ids).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
-        errors.append((expected - torch.tensor([value for value, _, _ in recorded])).abs())
+    errors = [oracle.errors(*pair) for pair in zip(prompts, answers, strict=True)]
     return float(torch.cat(errors).mean())

@@ -8,6 +8,7 @@ import torch
 from engines import (
     SCHEDULE,
     flush,
+    greedy,
     random_prompt,
     save_tiny_model,
     start_engine,
@@ -77,16 +78,6 @@ def engine(
         yield engine
 
 
-def generate(engine: Any, prompts: list[list[int]], tokens: int, option: Any = None) -> list[Any]:
-    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    if option:
-        sampling["custom_params"] = {"sparrow": option}
-    answers: list[Any] = engine.generate(
-        input_ids=prompts, sampling_params=sampling, return_logprob=True
-    )
-    return answers
-
-
 @pytest.fixture
 def assert_follows(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     """A check of an answer against an oracle, which bounds the median error.
@@ -117,7 +108,7 @@ def dense_oracle(model: str) -> ContractModel:
 def test_generation_follows_the_contract(engine, oracle, dense_oracle, assert_follows):
     """Prompts longer than a chunk, and a prompt that exactly fills a chunk of the kernels."""
     prompts = [random_prompt(length, length) for length in (1, 64, 190)]
-    answers = generate(engine, prompts, 20)
+    answers = greedy(engine, prompts, 20)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_follows(oracle, prompt, answer)
     # Otherwise the test could not tell sparse decode from dense.
@@ -131,17 +122,17 @@ def test_no_state_that_sparse_decode_left_is_another_requests_prefix(
     """SGLang keeps a state at 192 tokens; the second prompt has a page past its last chunk."""
     prompts = [random_prompt(11, 128), random_prompt(12, 150)]
     histories = [
-        prompt + [token for _, token, _ in first["meta_info"]["output_token_logprobs"]]
-        for prompt, first in zip(prompts, generate(engine, prompts, 66), strict=True)
+        prompt + first["output_ids"]
+        for prompt, first in zip(prompts, greedy(engine, prompts, 66), strict=True)
     ]
-    answers = generate(engine, histories, 8, {"dense": True})
+    answers = greedy(engine, histories, 8, {"dense": True})
     for history, second in zip(histories, answers, strict=True):
         assert second["meta_info"]["cached_tokens"] == 128
         assert_follows(dense_oracle, history, second)
     connect(engine).call_sparrow("landmarks")
     # Rounding errors are alike without a cached prefix; a wrong state would add to them.
     flush(engine)
-    cold = generate(engine, histories, 8, {"dense": True})
+    cold = greedy(engine, histories, 8, {"dense": True})
     warm_error, cold_error = (
         torch.cat([dense_oracle.errors(*each) for each in zip(histories, found, strict=True)])
         for found in (answers, cold)
@@ -153,21 +144,21 @@ def test_a_prompt_whose_request_ended_at_its_prefill_leaves_nothing_wrong(
     engine, oracle, assert_follows
 ):
     prompt = random_prompt(14, 150)
-    generate(engine, [prompt], 1)
+    greedy(engine, [prompt], 1)
     for _ in range(2):
-        [answer] = generate(engine, [prompt], 8)
+        [answer] = greedy(engine, [prompt], 8)
         assert_follows(oracle, prompt, answer)
     assert answer["meta_info"]["cached_tokens"] == 128
 
 
 def test_every_request_may_be_dense_and_what_it_wrote_is_kept(engine, dense_oracle, assert_follows):
     prompt = random_prompt(15, 100)
-    [first] = generate(engine, [prompt], 30, {"dense": True})
+    [first] = greedy(engine, [prompt], 30, {"dense": True})
     assert_follows(dense_oracle, prompt, first)
-    ids = [token for _, token, _ in first["meta_info"]["output_token_logprobs"]]
-    [second] = generate(engine, [prompt + ids], 8, {"dense": True})
+    longer = prompt + first["output_ids"]
+    [second] = greedy(engine, [longer], 8, {"dense": True})
     assert second["meta_info"]["cached_tokens"] == 128
-    assert_follows(dense_oracle, prompt + ids, second)
+    assert_follows(dense_oracle, longer, second)
 
 
 def test_layers_with_linear_attention_count_as_dense(engine):

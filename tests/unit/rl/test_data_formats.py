@@ -11,12 +11,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from task_files import jsonl, load
+from task_files import CHAT, jsonl, load, verl_row
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.tasks import Task, code
 
-CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 TESTS = [{"input": "2\n", "output": "4\n", "testtype": "stdin"}]
 PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(TESTS)))).decode()
 QUESTION = {"question_title": "Double", "question_content": "Double it.", "starter_code": ""}
@@ -29,16 +28,6 @@ EURUS = {"data_source": "taco", "prompt": CHAT, "ability": "code"}
 def any_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are not run, only read."""
     monkeypatch.setattr(code, "check_sandbox", lambda sandbox: None)
-
-
-def verl_row(truth: Any, index: int = 0, prompt: Any = CHAT) -> dict[str, Any]:
-    return {
-        "data_source": "math_dapo",
-        "prompt": prompt,
-        "ability": "MATH",
-        "reward_model": {"ground_truth": truth, "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": f"id-{index}"},
-    }
 
 
 @pytest.mark.parametrize(
@@ -118,7 +107,7 @@ def test_code_rows_are_read_by_their_columns(
         # As pandas writes rows without an answer.
         ({"prompt": "2?", "answer": math.nan}, "field 'answer' is missing"),
         ({"problem": "2?", "answer": "nan"}, "answer='nan' cannot be compared"),
-        (verl_row(math.nan, prompt="2?"), "answer=nan: expected a number"),
+        (verl_row(math.nan, "2?"), "answer=nan: expected a number"),
         ({"prompt": "half a character: \ud800", "answer": "2"}, "surrogates not allowed"),
     ],
 )
@@ -156,7 +145,7 @@ def prompts_of(task: Task) -> tuple[list[bytes], list[bytes]]:
 
 def test_a_repeated_prompt_is_never_trained_on_and_held_out(tmp_path: Path) -> None:
     rows = [
-        verl_row(str(i % 40), i, [{"role": "user", "content": f"{i % 40}?"}]) for i in range(800)
+        verl_row(str(i % 40), [{"role": "user", "content": f"{i % 40}?"}], i) for i in range(800)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     train, heldout = prompts_of(merged := load("math", tmp_path / "a.parquet"))

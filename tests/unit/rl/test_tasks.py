@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from task_files import jsonl, load
+from task_files import jsonl, load, verl_row
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
@@ -146,17 +146,8 @@ def test_a_template_that_renders_nothing_is_refused_with_its_row(
 
 
 def verl_rows(count: int) -> list[dict[str, Any]]:
-    """Rows in the layout of verl's examples/data_preprocess."""
-    return [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"{i} + 1?"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
-            "extra_info": {"split": "train", "index": i},
-        }
-        for i in range(count)
-    ]
+    chats = [[{"role": "user", "content": f"{i} + 1?"}] for i in range(count)]
+    return [verl_row(str(i + 1), chat, i) for i, chat in enumerate(chats)]
 
 
 def test_verls_files_and_saved_data_sets_are_read_by_columns(tmp_path: Path) -> None:
@@ -187,7 +178,7 @@ def test_a_reward_of_ones_own_sees_the_columns_of_its_row(tmp_path: Path) -> Non
     task = load("files", path, options={"reward": "task_files:jsonl"})
     assert task.reward is jsonl
     payloads = {p.payload["extra_info"]["index"]: p.payload for p in (*task.train, *task.heldout)}
-    assert payloads[5]["reward_model"] == {"style": "rule", "ground_truth": "6"}
+    assert payloads["id-5"]["reward_model"]["ground_truth"] == "6"
     with pytest.raises(InputError, match="task.options.reward='task_files:x': .* no attribute 'x'"):
         load("files", path, options={"reward": "task_files:x"})
     with pytest.raises(InputError, match="task.options.reward is missing"):
