@@ -1,12 +1,12 @@
-"""Command lines that are refused in one line, with the option, its value and what is allowed; and
-commands that leave no process behind."""
+"""Command lines that are refused in one line, with the option, its value and what is allowed;
+tables; and commands that leave no process behind."""
 
 import argparse
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from sparrow_sglang.json_values import shortened
@@ -29,6 +29,13 @@ def at_least(least: int) -> Callable[[str], int]:
 
 count = at_least(1)
 """An argparse `type` of whole numbers from 1 on."""
+
+
+def table(rows: Sequence[Sequence[str]], align: str = "<") -> str:
+    """`rows` in columns, aligned left, or right by ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = "  ".join(f"{{:{align}{width}}}" for width in widths)
+    return "\n".join(columns.format(*row).rstrip() for row in rows)
 
 
 def exit_on_sigterm() -> None:

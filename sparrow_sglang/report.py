@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sparrow_sglang.command_line import table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
 from sparrow_sglang.mismatch.tail import students_t
@@ -732,20 +733,16 @@ def compare(sources: Sources) -> dict[str, Any]:
 def comparison_table(comparison: Row) -> str:
     arms = comparison["arms"]
     letters = [chr(ord("A") + i % 26) * (1 + i // 26) for i in range(len(arms))]
-    table = [["mean at the end", *letters]]
+    rows = [["mean at the end", *letters]]
     for metric, label in _COMPARED.items():
         if any(metric in arm for arm in arms):
             means = (arm.get(metric, {}).get(_SPANS[0], {}).get("mean") for arm in arms)
-            table.append([label, *map(_interval_text, means)])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            rows.append([label, *map(_interval_text, means)])
     lines = [
         f"{letter}: {arm['arm']} ({len(arm['seeds'])} runs)"
         for letter, arm in zip(letters, arms, strict=True)
     ]
-    for row in table:
-        head, *cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join([head, *cells]).rstrip())
-    return "\n".join([*lines, "±: half of the 95 % interval over the runs of an arm"])
+    return "\n".join([*lines, table(rows), "±: half of the 95 % interval over the runs of an arm"])
 
 
 def _interval_text(interval: Row | None) -> str:

@@ -136,9 +136,6 @@ def adapter_request(
         fields["serialized_named_tensors"] = [
             MultiprocessingSerializer.serialize(dict(tensors)) for _ in range(tp_size)
         ]
-    elif tp_size == 1:
-        serialized = MultiprocessingSerializer.serialize(dict(tensors), output_str=True)
-        fields["serialized_tensors"] = serialized
     else:
         # In 0.5.15 all ranks read one copy, but shared memory can be received only once.
         copies = pickle.dumps({key: tensor.cpu() for key, tensor in tensors.items()})

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.command_line import count
+from sparrow_sglang.command_line import count, table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
@@ -170,9 +170,7 @@ def _table(plan: Plan, lengths: Sequence[int], acceptance: float) -> str:
             cells += [f"{lossless:.2f}", f"{dense / lossless:.2f}x", str(drafts)]
         rows.append(cells)
     rows[0] = _HEADS[: len(rows[1])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(map(str.rstrip, lines))
+    return table(rows, ">")
 
 
 def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:

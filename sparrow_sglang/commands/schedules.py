@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from sparrow_sglang.command_line import table
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.schedule_names import known_schedules, shipped_schedule
 
@@ -28,11 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
     rows = [_HEADS, *(_row(shipped_schedule(name)) for name in known_schedules())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
-    print(f"\n{_EPILOG}", end="")
+    print(f"{table(rows)}\n\n{_EPILOG}", end="")
     return 0
 
 

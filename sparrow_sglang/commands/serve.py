@@ -191,22 +191,14 @@ def check_flags(words: Sequence[str]) -> None:
         if problem is not None:
             raise InputError(problem)
     known = server_flags() | dict.fromkeys("--" + name.replace("_", "-") for name in FIELDS)
-    known |= dict.fromkeys(("--config", "--help"))
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        if not flag.startswith("--"):
-            continue
-        # argparse takes a prefix for the flag.
-        if not any(name.startswith(flag) for name in known):
-            near = nearest_first(flag, known, cutoff=0.6)
+    parser = _OneLineParser(prog="sparrow serve", add_help=False)
+    for flag, kind in (known | dict.fromkeys(("--config", "--help"))).items():
+        parser.add_argument(flag, type=kind, nargs=None if kind else "*")
+    for word in parser.parse_known_args(words)[1]:
+        if word.startswith("--"):
+            near = nearest_first(word.partition("=")[0], known, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise InputError(f"unrecognized arguments: {flag}{hint}; {_ALL_FLAGS}")
-        if kind := known.get(flag):
-            try:
-                kind(value if equals else following)
-            except ValueError:
-                given = cut(value if equals else following)
-                raise InputError(f"{flag} {given}: expected {kind.__name__}") from None
+            raise InputError(f"unrecognized arguments: {word}{hint}; {_ALL_FLAGS}")
 
 
 def check_port(words: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
@@ -126,8 +125,6 @@ async def _wrapped_answers(
         try:
             require_samples(request)
             async for answer in answers:
-                if not begun:
-                    _require_begun(answer)
                 begun = True
                 _report(answer, request)
                 yield answer
@@ -169,14 +166,6 @@ async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
                 head = {key: chunk.get(key) for key in ("id", "object", "created", "model")}
                 yield f"data: {json.dumps(head | {'choices': [], 'metadata': metadata})}\n\n"
             yield event
-
-
-def _require_begun(answer: Any) -> None:
-    """Raise `RequestError` if a stream begins with a refusal of the scheduler's."""
-    for output in answer if isinstance(answer, list) else [answer]:
-        reason = output["meta_info"].get("finish_reason")
-        if isinstance(reason, dict) and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
-            raise RequestError(reason.get("message") or "the scheduler refused the request")
 
 
 def show_requests(manager: "TokenizerManager", requests: Any) -> None:

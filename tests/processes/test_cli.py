@@ -32,7 +32,11 @@ REFUSED = [
     (["bench", "--", "step"], "", "without --"),
     (["serve", "--port", "99999"], "", "--port 99999: cannot listen there"),
     (["serve", "--prot", "1"], "", "did you mean --port?"),
-    (["serve", "--mem-fraction-static", "x"], "", "--mem-fraction-static x: expected float"),
+    (
+        ["serve", "--mem-fraction-static", "x"],
+        "",
+        "--mem-fraction-static: invalid float value: 'x'",
+    ),
     (["serve", "--sparrow-schedule", "qwen3-4b"], "", "schedule 'qwen3-4b' is not known"),
     (["serve", "--model-path", "./gone"], "", "./gone: no such folder (relative to {cwd})"),
     (["bench", "rollout", "--model-path", "gone"], "", "gone"),
