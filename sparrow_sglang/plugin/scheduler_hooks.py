@@ -93,22 +93,29 @@ def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len:
     """AROUND hook: end a request where decoding token by token would.
 
     SGLang searches the text of a whole round for one stop string after the other, and for stop
-    tokens only then, so a later match in the round hides an earlier one.
+    tokens only then, so a later match in the round hides an earlier one. In the round that an abort
+    ends it searches nothing, and all tokens would be returned.
     """
-    stops = req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs
     lossless = PROCESS.scheduler is not None and PROCESS.scheduler.lossless
-    if not (lossless and stops and new_accepted_len > 1):
+    if not lossless or new_accepted_len <= 1:
         original(req, new_accepted_len)
         return
-    first = len(req.output_ids) - new_accepted_len
-    tokens = req.output_ids[first:]
-    del req.output_ids[first:]
-    for token in tokens:
-        req.output_ids.append(token)
+    aborted, req.to_finish = req.to_finish, None
+    if req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:
+        first = len(req.output_ids) - new_accepted_len
+        tokens = req.output_ids[first:]
+        del req.output_ids[first:]
+        for token in tokens:
+            req.output_ids.append(token)
+            original(req)
+            if req.finished():
+                break
+        req.output_ids.extend(tokens[len(req.output_ids) - first :])
+    else:
+        original(req, new_accepted_len)
+    if aborted and not req.finished():
+        req.to_finish = aborted
         original(req)
-        if req.finished():
-            break
-    req.output_ids.extend(tokens[len(req.output_ids) - first :])
 
 
 def keep_sparse_kv_private(

@@ -1,6 +1,7 @@
 """Lossless decoding: what stock SGLang would have returned, token by token or by distribution."""
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,9 @@ from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.refusals import UnsupportedError
+from sparrow_sglang.plugin.scheduler_hooks import finish_by_token
 from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 FP32 = 2e-4
@@ -502,6 +505,30 @@ def test_the_number_of_drafts_changes_no_distribution(
 
 def test_the_control_of_sparse_decode_has_another(sampled: SampledAnswers) -> None:
     assert sampled.p_values(SETTINGS[:1])[0] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("tokens", "returned", "reason"),
+    [([5, 7, 9], 3, "stop"), ([5, 8, 9, 9], 4, "length"), ([5, 8], None, "abort")],
+)
+def test_an_abort_hides_no_end_within_its_round(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[int], returned: int | None, reason: str
+) -> None:
+    """A trainer continues aborted responses. One token precedes those of the round."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    parameters = SamplingParams(max_new_tokens=4, stop_token_ids={7})
+    parameters.normalize(None)
+    req = Req.__new__(Req)
+    fields = {"tokenizer": None, "eos_token_ids": None, "grammar": None, "vocab_size": 256}
+    vars(req).update(fields, sampling_params=parameters, output_ids=[1, *tokens])
+    req.finished_reason = req.finished_len = None
+    req.to_finish = FINISH_ABORT()
+    monkeypatch.setattr(PROCESS, "scheduler", SimpleNamespace(lossless=True))
+    finish_by_token(inspect.unwrap(Req.update_finish_state), req, len(tokens))
+    assert req.finished_len == returned and req.output_ids == [1, *tokens]
+    assert req.finished_reason.to_json()["type"] == reason
 
 
 # What only graphs and streams on a GPU would show.
