@@ -77,11 +77,3 @@ def rule_problems(schedule: BudgetSchedule) -> list[str]:
         f"schedule {schedule.name}: selection.landmark_pairs={pairs} of each KV head: the GPU"
         f" kernels take multiples of {PAIRS_MULTIPLE}, or null for all"
     ]
-
-
-def describe_fit(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
-    page_size = server_args.page_size
-    return (
-        f"head_dim {model_config.head_dim}, context {model_config.context_len} of at most"
-        f" {MAX_PAGES * page_size} tokens at page size {page_size}"
-    )

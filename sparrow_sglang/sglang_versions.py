@@ -50,9 +50,6 @@ _MOVED: dict[str, str | None] = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": None,
     # In 0.5.15, models whose windows have a pool of their own are refused.
     "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
-    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": None,
-    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    "._build_token_to_kv_pool_allocator": None,
 }
 """Where older versions have what the table of hooks names; None where they have nothing of it."""
 

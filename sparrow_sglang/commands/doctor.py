@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.attention_backends.kernel_limits import (
-    describe_fit,
     kernel_problems,
     rule_problems,
 )
@@ -197,9 +196,7 @@ def _check_kernels(
     """Whether the GPU kernels take the model, also if this machine has no GPU."""
     view = resolved(server_args)
     if view.device == "cuda":
-        fit = describe_fit(view, model_config)
-        prefill = dense_backend(server_args, model_config)
-        return Check("ok", "kernels", f"{fit}; prefill by {prefill}")
+        return Check("ok", "kernels", f"prefill by {dense_backend(server_args, model_config)}")
     problems = kernel_problems(view, model_config) + rule_problems(schedule)
     gpu = f"would refuse: {'; '.join(problems)}" if problems else "would take the model, too"
     return Check("note" if problems else "ok", "kernels", f"torch on {view.device}; a GPU {gpu}")

@@ -141,25 +141,20 @@ def _serve(argv: Sequence[str]) -> None:
 def _ready_lines(server_args: "ServerArgs") -> str:
     from sparrow_sglang.attention_backends.dense_side import dense_backend
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import calibration
+    from sparrow_sglang.plugin.server_log import describe
 
     view, model_config = resolved(server_args), read_model_config(server_args)
     schedule = resolve_schedule(server_args, model_config.hf_config)
     name = server_args.served_model_name or server_args.model_path
     on_gpu, lossless = view.device == "cuda", describe_lossless(view)
-    state = calibration(schedule, model_config.hf_config, lossless)
     url = f"http://{server_args.host}:{server_args.port}"
     rows = {
         "model": server_args.model_path,
-        "schedule": f"{schedule.name} ({state})",
-        "budget": f"{schedule.budget_tokens[0]:,} to {schedule.budget_tokens[-1]:,} KV tokens,"
-        f" sparse from {schedule.first_sparse_length():,} tokens",
+        "decode": describe(schedule, model_config.hf_config, lossless),
         "prefill": dense_backend(server_args, model_config) if on_gpu else f"torch, {view.device}",
         "request": f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d"
         f""" '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'""",
     }
-    if lossless:
-        rows["decoding"] = lossless
     lines = [f"{key:10}{value}" for key, value in rows.items()]
     return "\n".join([f"sparrow: ready on {url}", *lines])
 

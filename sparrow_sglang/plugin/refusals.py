@@ -31,7 +31,7 @@ from sparrow_sglang.plugin.lossless.refusals import (
 )
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size
-from sparrow_sglang.sglang_install import installed_version, version_problems
+from sparrow_sglang.sglang_install import LOCKED, installed_version, version_problems
 from sparrow_sglang.sglang_versions import (
     decode_may_become_prefill,
     has_asymmetric_kv,
@@ -54,13 +54,12 @@ _DECODE_AS_PREFILL = (
     "SGLang would turn a decode step into a prefill of one token each while another rank prefills,"
     " which would be dense decode"
 )
-# Supported models with linear attention in some layers, and the SGLang version they need.
+# Supported models with linear attention in some layers.
 _LINEAR_MODELS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_LINEAR_SGLANG = "0.5.23"
 
 
 class UnsupportedError(InputError):
@@ -256,13 +255,16 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
             or model_config.attention_chunk_size is not None
             or ((hybrid is not None or LINEAR in kinds) and not is_linear)
         ),
-        f"linear attention in SGLang {installed_version()}: fitted to {_LINEAR_SGLANG}": (
-            is_linear and installed_version() != _LINEAR_SGLANG
+        f"linear attention in SGLang {installed_version()}: fitted to {LOCKED}": (
+            is_linear and installed_version() != LOCKED
         ),
         "linear attention on a CPU: SGLang has only GPU kernels for it, which TRITON_INTERPRET=1"
         " would interpret far too slowly": is_linear and _lacks_triton(),
         "sliding windows in a KV pool of their own, for other layers or heads than the config"
         " names": model_config.is_hybrid_swa and _has_other_windows(model_config),
+        f"sliding windows in a KV pool of their own on a CPU before SGLang {LOCKED}": (
+            model_config.is_hybrid_swa and _lacks_triton() and installed_version() != LOCKED
+        ),
         "sliding windows in all layers: none keeps the whole KV": kinds == {WINDOW},
         "encoder-decoder: cross-attention has no budget": model_config.is_encoder_decoder,
         "not a generative model: nothing is decoded": not model_config.is_generation,

@@ -38,13 +38,6 @@ def keep_warnings() -> None:
         _logger.setLevel(logging.WARNING)
 
 
-def calibration(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> str:
-    """As `BudgetSchedule.calibration`; with lossless decoding no schedule changes the answers."""
-    if lossless and not schedule.calibrated:
-        return "needs no calibration"
-    return schedule.calibration(hf_config)
-
-
 def describe(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> str:
     """One schedule in one line, with what `describe_lossless` returns."""
     if schedule.is_dense:
@@ -60,10 +53,12 @@ def describe(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> st
     for kind, found in kinds.items():
         if found:
             layers += f", {kind} in {len(found)} of {num_layers_of(hf_config)} layers"
+    # With lossless decoding no schedule changes the answers.
+    drafts = lossless and not schedule.calibrated
+    state = "needs no calibration" if drafts else schedule.calibration(hf_config)
     line = (
-        f"schedule {schedule.name} ({calibration(schedule, hf_config, lossless)}):"
-        f" KV budget {budgets[0]}..{budgets[-1]} tokens, sparse from"
-        f" {schedule.first_sparse_length()} tokens on, page size {schedule.page_size},"
+        f"schedule {schedule.name} ({state}): KV budget {budgets[0]}..{budgets[-1]} tokens,"
+        f" sparse from {schedule.first_sparse_length()} tokens on, page size {schedule.page_size},"
         f" {layers}{selection}"
     )
     return f"{line}; {lossless}" if lossless else line

@@ -17,14 +17,14 @@ from oracle import ContractModel
 
 from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.sglang_install import installed_version
+from sparrow_sglang.sglang_install import LOCKED, installed_version
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(
-        installed_version() not in ("0.5.17", "0.5.23"),
-        reason="linear attention has been fitted to SGLang 0.5.17 and 0.5.23",
+        installed_version() != LOCKED,
+        reason=f"linear attention needs SGLang {LOCKED}",
     ),
 ]
 SHAPES = {

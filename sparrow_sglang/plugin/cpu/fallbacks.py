@@ -38,26 +38,6 @@ def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any)
         return original(*args, **kwargs)
 
 
-def with_pool_for_windows(
-    original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND hook for SGLang up to 0.5.20, where out-of-tree platforms get one pool for all layers,
-    but SGLang counts and caches as if sliding-window layers had their own; 0.5.23 asks the
-    platform."""
-    if not configurator.is_hybrid_swa:
-        return original(configurator, *args, **kwargs)
-    from sglang.srt.mem_cache.allocator import swa
-
-    from sparrow_sglang.plugin.cpu.allocator import TorchPagedAllocator
-    from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
-
-    with (
-        mock.patch.object(SparrowCpuPlatform, "is_out_of_tree", lambda self: False),
-        mock.patch.object(swa, "PagedTokenToKVPoolAllocator", TorchPagedAllocator),
-    ):
-        return original(configurator, *args, **kwargs)
-
-
 def no_triton(backend: str) -> bool:
     """REPLACE hook for SGLang up to 0.5.20, which decides on Triton by the name of the backend;
     0.5.23 asks the platform."""
