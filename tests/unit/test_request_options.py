@@ -56,18 +56,6 @@ class TestReading:
             option = RequestOption.read({"sparrow": rule | {"report": report}}, A)
             assert option == RequestOption(schedule, cap, report)
 
-    def test_first_sparse_length(self):
-        # a: four pages until four are held, then five; the sixth is left out, from token 81 on.
-        lengths = [
-            (RequestOption(A), 81),
-            (RequestOption(None), None),
-            (RequestOption(B), 97),
-            (RequestOption(A, kv_budget_tokens=48), 49),
-            (RequestOption(A, kv_budget_tokens=640), 81),
-        ]
-        for option, length in lengths:
-            assert option.first_sparse_length() == length, option
-
 
 class TestSwitching:
     @pytest.mark.parametrize(

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import budget_pages, choose_pages
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from shapes import GROUPED, MODELS, qwen
 
 from sparrow_sglang.errors import InputError
@@ -82,26 +79,6 @@ class TestBytes:
             sparse = step_bytes(windows, [100], schedule)
             assert sparse.kv == 2 * 16 * (52 + 2 * 24)
             assert sparse.landmarks == 16 * 4
-
-    @settings(max_examples=150, deadline=None)
-    @given(
-        st.sampled_from([16, 32, 64]),
-        st.integers(1, 6),
-        st.lists(st.integers(0, 5), min_size=1, max_size=4),
-        st.integers(1, 2000),
-    )
-    def test_tokens_read_are_those_of_the_kept_pages(
-        self, page: int, bin_pages: int, growth: list[int], length: int
-    ) -> None:
-        budgets = [(3 + sum(growth[: i + 1])) * page for i in range(len(growth))]
-        schedule = BudgetSchedule(
-            name="s", page_size=page, bin_tokens=bin_pages * page, budget_tokens=tuple(budgets)
-        )
-        pages = -(-length // page)
-        budget = budget_pages(length, page, bin_pages * page, budgets)
-        kept = choose_pages([0.0] * pages, pages, budget, sinks=1, recents=2)
-        held = [min(page, length - index * page) for index in kept]
-        assert schedule.tokens_read([length]).tolist() == [sum(held)]
 
     def test_a_step_reads_and_writes_states_of_linear_attention(self) -> None:
         config = json.loads((MODELS / "qwen3.5-9b" / "config.json").read_text())
