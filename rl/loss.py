@@ -19,7 +19,8 @@ def policy_loss(
     settings: AlgorithmConfig,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Sum over tokens of weight x clipped loss, divided by `batch_tokens`, the response tokens of
-    all micro-batches of one optimizer step. All tensors are [n], for the tokens of one micro-batch.
+    all micro-batches of one optimizer step. All tensors are [n], for the tokens of one micro-batch;
+    `logprobs` alone have a gradient.
     With r = exp(logprobs - old_logprobs), a token's loss is max(-A r, -A clip(r, 1 - clip_low, 1 +
     clip_high)) and at most -A dual_clip where A < 0 (PPO with the decoupled range of DAPO and the
     dual clip of arXiv:1912.09729). Returns the loss, with gradient, and metrics, which add up over
@@ -32,8 +33,7 @@ def policy_loss(
             f" batch_tokens={batch_tokens}: expected four tensors of one shape [tokens] and at"
             " least as many batch_tokens"
         )
-    old, weights = old_logprobs.detach(), weights.detach()
-    log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)

@@ -63,28 +63,25 @@ def test_the_engine_is_not_told_otherwise(options: CalibrationOptions, name: str
         calibration_job(replace(options, engine_args=options.engine_args | {"dp_size": 2}))
 
 
-def test_measurements_of_other_weights_in_the_same_folder_are_refused(
-    options: CalibrationOptions, tmp_path: Path
+def test_measurements_of_another_machine_dtype_sglang_or_of_other_weights_are_refused(
+    options: CalibrationOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(options.model_path, model)
     options = replace(options, model_path=str(model), work=tmp_path / "work")
     assert calibration_job(options).work.path == calibration_job(options).work.path
+    for field, name in {
+        "device": "device_name",
+        "dtype": "engine_dtype",
+        "sglang": "version",
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(calibration_jobs, name, lambda *_: "another")
+            with pytest.raises(CalibrationError, match=f"{field}=.*another"):
+                _ = calibration_job(options).work
     weights = next(model.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes())
     with pytest.raises(CalibrationError, match="weights"):
-        _ = calibration_job(options).work
-
-
-@pytest.mark.parametrize("field", ["device", "dtype", "sglang"])
-def test_measurements_of_another_machine_dtype_or_sglang_are_refused(
-    options: CalibrationOptions, tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = replace(options, work=tmp_path / "work")
-    assert calibration_job(options).work.load() == {}
-    function = {"device": "device_name", "dtype": "engine_dtype", "sglang": "version"}[field]
-    monkeypatch.setattr(calibration_jobs, function, lambda *_: "another")
-    with pytest.raises(CalibrationError, match=f"{field}=.*another"):
         _ = calibration_job(options).work
 
 

@@ -27,15 +27,17 @@ def test_answers_are_judged_as_the_field_expects(rule: str) -> None:
     assert [case for case in cases if reward(case) != case["reward"]] == []
 
 
-def test_hostile_expressions_take_no_time() -> None:
+def test_hostile_expressions_earn_0_soon() -> None:
     towers = [r"9^{9^{9^9}}", "1000000!", "(x+1)^{100000}", r"\binom{1000000}{500000}"]
     towers += [r"((((2^{9})^{9})^{9})^{9})^{9}", r"\prod_{k=1}^{1000000} k", "1" + "0" * 5000]
     math.reward(Prompt("p", "math", (1,), {"answer": "1"}), r"\boxed{2}")
     before = time.process_time()
-    for tower in towers:
-        prompt = Prompt("p", "math", (1,), {"answer": "1"})
-        assert math.reward(prompt, rf"\boxed{{{tower}}}") == 0
-    assert time.process_time() - before < 20
+    # The library expands the last pair for minutes.
+    pairs = [*(("1", tower) for tower in towers), ("(x+y+z)^{200}", "(x+y+z+1)^{200}")]
+    for expected, given in pairs:
+        prompt = Prompt("p", "math", (1,), {"answer": expected})
+        assert math.reward(prompt, rf"\boxed{{{given}}}") == 0
+    assert time.process_time() - before < 40
 
 
 def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
@@ -44,14 +46,6 @@ def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
     assert math.reward(prompt, r"so 5?</think>\boxed{4}") == 1
     assert math.reward(prompt, r"so 5?</think>\boxed{4}, but", finish_reason="length") == 0
     assert conclusion("a</think>b", "length") is None and conclusion("a</think>b") == "b"
-
-
-def test_an_answer_that_the_library_cannot_judge_earns_0_soon() -> None:
-    # The library expands these for minutes.
-    prompt = Prompt("p", "math", (1,), {"answer": "(x+y+z)^{200}"})
-    before = time.monotonic()
-    assert math.reward(prompt, r"\boxed{(x+y+z+1)^{200}}") == 0
-    assert time.monotonic() - before < 20
 
 
 def test_a_reward_worker_imports_sympy_before_it_is_timed() -> None:

@@ -43,7 +43,6 @@ SHORT = "rollout = { max_new_tokens = 99 }\n"
             SHORT + 'distill = { enabled = true, target_modules = ["lm_head"] }',
             "distill.target_modules=['lm_head']",
         ),
-        ("rollout = { temperature = 0 }", "rollout.temperature=0"),
     ],
 )
 def test_wrong_settings_are_one_line_before_anything_is_written(
@@ -73,14 +72,6 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
         setup.schedule is not None
         and setup.engine.schedule == setup.schedule.name == "smollm2-135m-int4-0.86"
     )
-
-
-def test_a_schedule_with_a_rule_of_the_model_can_be_named(tmp_path, capsys):
-    path = tmp_path / "run.toml"
-    lines = f'run_dir = "{tmp_path}/run"\ntask.name = "story"\n'
-    path.write_text(lines + 'engine.schedule = "smollm2-135m-int4-0.75"')
-    assert main(["train", "--check", str(path)]) == 0
-    assert "the settings can be run" in capsys.readouterr().out
 
 
 def test_lossless_rollouts_are_dense_to_the_trainer(tmp_path, byte_model):
@@ -124,7 +115,9 @@ def story(tmp_path):
 
 def test_a_check_starts_nothing(story, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(learner, "LocalEngine", None)
-    assert main(["train", "--check", str(story), "--set=distill.enabled=true"]) == 0
+    settings = ["--set=distill.enabled=true", "--set=engine.schedule=smollm2-135m-int4-0.75"]
+    assert main(["train", "--check", str(story), *settings]) == 0
+    assert "the settings can be run" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
