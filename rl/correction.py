@@ -84,15 +84,7 @@ def correct(
     settings: AlgorithmConfig,
 ) -> Correction:
     """Weights of the correction that `settings` names, and mismatch metrics, in float64. Log-probs
-    are [N], of responses of `lengths` [S]. Raises `ValueError` on shapes that do not fit, empty
-    responses and log-probs that are not finite."""
-    shape = (sum(lengths),)
-    if dense_logprobs.shape != shape or rollout_logprobs.shape != shape or min(lengths) < 1:
-        raise ValueError(
-            f"dense_logprobs {tuple(dense_logprobs.shape)}, rollout_logprobs"
-            f" {tuple(rollout_logprobs.shape)}, lengths with sum {shape[0]} and minimum"
-            f" {min(lengths, default=0)}: expected one log-prob per response token on both sides"
-        )
+    are [N], of responses of `lengths` [S]. Raises `ValueError` on log-probs that are not finite."""
     dense = dense_logprobs.detach().double()
     rollout = rollout_logprobs.detach().double()
     if not (torch.isfinite(dense).all() and torch.isfinite(rollout).all()):

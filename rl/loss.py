@@ -20,19 +20,10 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Sum over tokens of weight x clipped loss, divided by `batch_tokens`, the response tokens of
     all micro-batches of one optimizer step. All tensors are [n], for the tokens of one micro-batch;
-    `logprobs` alone have a gradient.
-    With r = exp(logprobs - old_logprobs), a token's loss is max(-A r, -A clip(r, 1 - clip_low, 1 +
-    clip_high)) and at most -A dual_clip where A < 0 (PPO with the decoupled range of DAPO and the
-    dual clip of arXiv:1912.09729). Returns the loss, with gradient, and metrics, which add up over
-    micro-batches. Raises `ValueError` on shapes that differ or too few `batch_tokens`."""
-    shapes = {tuple(t.shape) for t in (logprobs, old_logprobs, advantages, weights)}
-    if len(shapes) != 1 or logprobs.ndim != 1 or batch_tokens < logprobs.numel():
-        raise ValueError(
-            f"logprobs {tuple(logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)},"
-            f" advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)},"
-            f" batch_tokens={batch_tokens}: expected four tensors of one shape [tokens] and at"
-            " least as many batch_tokens"
-        )
+    `logprobs` alone have a gradient. With r = exp(logprobs - old_logprobs), a token's loss is
+    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) and at most -A dual_clip where A < 0 (PPO
+    with the decoupled range of DAPO and the dual clip of arXiv:1912.09729). Returns the loss, with
+    gradient, and metrics, which add up over micro-batches."""
     log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
