@@ -143,7 +143,6 @@ class RayEngines(RolloutEngine):
         self._schedule, self._model_path = engine.schedule, model_path
         self._capacity = self._arguments.get("max_running_requests") or float("inf")
         self.dtype = torch.float32
-        self._loaded = False
         self._rollouts = 0
         self._engines: dict[int, _Engine] = {}
         try:
@@ -164,8 +163,6 @@ class RayEngines(RolloutEngine):
     ) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine`; a group goes to the engine with the fewest unfinished responses.
         Raises `EngineDied`, and `ray.exceptions.RayTaskError` if an engine failed without dying."""
-        if not self._loaded:
-            raise RuntimeError("the engines' weights are not complete: call `load` first")
         self._rollouts += 1
         for engine in self._engines.values():
             engine.stream, engine.owed = None, {}
@@ -230,11 +227,9 @@ class RayEngines(RolloutEngine):
 
     def load(self, send: Send, version: str) -> str | None:
         """`send` sends weights to all engines, of `version`. Raises `EngineDied`."""
-        self._loaded = False
         self._call_all("prepare_load")
         adapter = send({slot: engine.actor for slot, engine in self._engines.items()})
         self._call_all("finish_load", version)
-        self._loaded = True
         return adapter
 
     def release(self) -> None:

@@ -26,9 +26,9 @@ _GROUPS = 64
 class BinTail:
     """Acceptance rate of the tokens at positions first_position <= x < end_position.
 
-    `tail` is the percentile and `tail_low` to `tail_high` its confidence interval, likewise for
-    `mean`; the intervals are None where the tokens come from fewer than `MIN_CLUSTERS` clusters. A
-    `tail_low` of 0 or a `tail_high` of 1 says that the tokens show no bound on this side.
+    `tail` is the percentile and `tail_low` to `tail_high` its confidence interval, None where the
+    tokens come from fewer than `MIN_CLUSTERS` clusters. A `tail_low` of 0 or a `tail_high` of 1
+    says that the tokens show no bound on this side.
     """
 
     bin: int
@@ -39,8 +39,6 @@ class BinTail:
     tail_low: float | None
     tail_high: float | None
     mean: float
-    mean_low: float | None
-    mean_high: float | None
 
 
 class TailStatistics:
@@ -55,7 +53,7 @@ class TailStatistics:
     def __init__(self, bin_tokens: int = BIN_TOKENS) -> None:
         self.bin_tokens = bin_tokens
         self._counts: dict[int, NDArray[np.uint32]] = {}
-        self._sums: dict[int, NDArray[np.float64]] = {}
+        self._sums: dict[int, float] = {}
 
     def add(self, cluster: str, bins: ArrayLike, alpha: ArrayLike) -> None:
         """Count the tokens of one response; `cluster` names its prompt.
@@ -73,11 +71,11 @@ class TailStatistics:
         for index in np.unique(of_tokens[of_tokens != NOT_COUNTED]).tolist():
             if index not in self._counts:
                 self._counts[index] = np.zeros((_GROUPS, _STEPS + 1), dtype=np.uint32)
-                self._sums[index] = np.zeros(_GROUPS)
+                self._sums[index] = 0.0
             inside = rates[of_tokens == index]
             cells = np.rint(inside * _STEPS).astype(np.int64)
             self._counts[index][row] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
-            self._sums[index][row] += inside.sum()
+            self._sums[index] += float(inside.sum())
 
     def tokens(self) -> dict[int, int]:
         """Per filled bin."""
@@ -98,20 +96,17 @@ class TailStatistics:
         Student's t, with fewer degrees of freedom where few clusters hold most of the variance.
         """
         filled = self._counts[index].any(axis=1)
-        counts, sums = self._counts[index][filled].astype(np.int64), self._sums[index][filled]
+        counts = self._counts[index][filled].astype(np.int64)
         tokens = counts.sum(axis=1)
         below = np.cumsum(counts.sum(axis=0))
         total = int(below[-1])
         cell = _cell(below, percentile / 100)
-        mean = float(sums.sum() / total)
-        tail_low = tail_high = mean_low = mean_high = None
+        tail_low = tail_high = None
         if len(tokens) >= MIN_CLUSTERS:
             error = _error_of_ratio(counts[:, : cell + 1].sum(axis=1), tokens, confidence)
             low, high = percentile / 100 - error, percentile / 100 + error
             tail_low = _cell(below, low) / _STEPS if low > 0 else 0.0
             tail_high = _cell(below, high) / _STEPS if high < 1 else 1.0
-            error = _error_of_ratio(sums, tokens, confidence)
-            mean_low, mean_high = max(0.0, mean - error), min(1.0, mean + error)
         return BinTail(
             bin=index,
             first_position=index * self.bin_tokens,
@@ -120,9 +115,7 @@ class TailStatistics:
             tail=cell / _STEPS,
             tail_low=tail_low,
             tail_high=tail_high,
-            mean=mean,
-            mean_low=mean_low,
-            mean_high=mean_high,
+            mean=self._sums[index] / total,
         )
 
 

@@ -19,7 +19,7 @@ BIN = 64
 
 def tail(index: int, low: float, tokens: int = 1000) -> BinTail:
     """A bin whose tail has its lower confidence end at `low`."""
-    return BinTail(index, index * BIN, (index + 1) * BIN, tokens, low + 0.1, low, 1.0, 1, 1, 1)
+    return BinTail(index, index * BIN, (index + 1) * BIN, tokens, low + 0.1, low, 1.0, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -48,7 +48,7 @@ def test_a_budget_below_one_that_fails_is_not_taken() -> None:
 def test_a_budget_whose_tail_has_no_lower_bound_is_passed_over() -> None:
     def chosen(unbounded: float) -> int:
         tails = {b: {4: tail(4, low)} for b, low in ((64, 0.7), (96, 0.81), (192, 0.85))}
-        tails[128] = {4: BinTail(4, 4 * BIN, 5 * BIN, 1000, unbounded, 0.0, 1.0, 1, 1, 1)}
+        tails[128] = {4: BinTail(4, 4 * BIN, 5 * BIN, 1000, unbounded, 0.0, 1.0, 1)}
         return choose(MeasuredTails(tails, BIN, 500), 0.8, 5)[4]["budget_tokens"]
 
     assert (chosen(0.9), chosen(0.79)) == (96, 192)
