@@ -28,9 +28,6 @@ def without_insertion(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 _MOVED: dict[str, str | None] = {
-    "sglang.srt.layers.logprob_processor.get_top_logprobs": (
-        "sglang.srt.layers.utils.logprob.get_top_logprobs"
-    ),
     "sglang.srt.mem_cache.allocation.get_last_loc": "sglang.srt.mem_cache.common.get_last_loc",
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": (
         "sglang.srt.model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin"

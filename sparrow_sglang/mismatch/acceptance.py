@@ -80,7 +80,6 @@ def acceptance_bounds(
     sparse_logprobs: ArrayLike,
     dense_ids: ArrayLike,
     dense_logprobs: ArrayLike,
-    vocab_size: int | None = None,
 ) -> AcceptanceBounds:
     """What the most likely tokens of each side say about the acceptance rate.
 
@@ -92,8 +91,7 @@ def acceptance_bounds(
     outside a list and floor its smallest listed probability, which no unlisted token exceeds. A
     token that only one list names adds at most min(its probability, the other side's floor), all
     of them together at most the other side's rest; tokens in neither list add at most what either
-    rest has left, and at most the smaller floor each. With `vocab_size` their number is known.
-    No smaller bound holds for all distributions that have these lists.
+    rest has left. No smaller bound holds for all distributions that have these lists.
 
     Raises `ValueError` on shapes that do not fit and on an id that a list names twice.
     """
@@ -108,7 +106,7 @@ def acceptance_bounds(
     for start in range(0, len(lower), rows):
         block = slice(start, start + rows)
         lower[block], upper[block] = _bounds_of_block(
-            sparse[0][block], sparse[1][block], dense[0][block], dense[1][block], vocab_size
+            sparse[0][block], sparse[1][block], dense[0][block], dense[1][block]
         )
     return AcceptanceBounds(lower, upper)
 
@@ -172,7 +170,6 @@ def _bounds_of_block(
     sparse: NDArray[np.float64],
     dense_ids: NDArray[np.int64],
     dense: NDArray[np.float64],
-    vocab_size: int | None,
 ) -> AcceptanceBounds:
     same = sparse_ids[:, :, None] == dense_ids[:, None, :]
     matched = np.minimum(sparse[:, :, None], dense[:, None, :])
@@ -186,9 +183,4 @@ def _bounds_of_block(
     from_sparse = np.minimum(only_sparse.sum(axis=1), dense_rest)
     from_dense = np.minimum(only_dense.sum(axis=1), sparse_rest)
     extra = np.minimum(from_dense + dense_rest, from_sparse + sparse_rest)
-    if vocab_size is not None:
-        listed = sparse.shape[1] + dense.shape[1] - same.sum(axis=(1, 2))
-        unlisted = np.maximum(0, vocab_size - listed)
-        floor = np.minimum(sparse_floor, dense_floor)
-        extra = np.minimum(extra, from_sparse + from_dense + unlisted * floor)
     return AcceptanceBounds(np.minimum(lower, 1.0), np.minimum(lower + extra, 1.0))

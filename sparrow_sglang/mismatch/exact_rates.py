@@ -16,6 +16,8 @@ from sparrow_sglang.environment import exported
 
 VARIABLE = "SPARROW_RECORD"
 """Environment variable of a server that records: <slots>x<steps>."""
+AUDIT_SLOTS, AUDIT_STEPS = 4, 16384
+"""Requests that an audited server records at once, and the most steps that it keeps of each."""
 RECORD, COMPARE = "sparrow_record", "sparrow_compare"
 """Names in `custom_params`; the value of each is a slot and the number of prompt tokens."""
 RATES = "sparrow_acceptance"

@@ -5,49 +5,77 @@ only bound it. So the server keeps the last hidden state of every decode step of
 prefills the same tokens again, densely, and compares the output layer's logits of both. Only the
 rates leave the device. The requests for it are in `mismatch/exact_rates.py`.
 
-The cost is a copy of [batch, hidden size] per decode step, and slots x steps x hidden size numbers.
+The cost is a copy of [batch, hidden size] per decode step, and `record_bytes` of memory.
 """
 
 import functools
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
-from sparrow_sglang.mismatch.exact_rates import COMPARE, RATES, RECORD, VARIABLE
-from sparrow_sglang.plugin.state import PROCESS, require_scheduler_state
+from sparrow_sglang.mismatch.exact_rates import (
+    AUDIT_SLOTS,
+    AUDIT_STEPS,
+    COMPARE,
+    RATES,
+    RECORD,
+    VARIABLE,
+)
+from sparrow_sglang.plugin.state import PROCESS, SchedulerState, require_scheduler_state
 from sparrow_sglang.sglang_versions import kv_of, logits_of
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.server_args import ServerArgs
 
 _ROWS = 256
 
 Place = tuple[int, int]
 """Slot, and the number of prompt tokens before the response."""
 
+logger = logging.getLogger("sparrow_sglang")
+
+
+def record_size(server_args: "ServerArgs", model_config: "ModelConfig") -> tuple[int, int] | None:
+    """Slots and steps per slot that a server records; None if it records nothing."""
+    if server_args.sparrow_audit_rate > 0:
+        return AUDIT_SLOTS, min(AUDIT_STEPS, model_config.context_len)
+    if VARIABLE not in os.environ:
+        return None
+    slots, steps = map(int, os.environ[VARIABLE].split("x"))
+    return slots, steps
+
+
+def record_bytes(server_args: "ServerArgs", model_config: "ModelConfig") -> int:
+    """Memory of the states that a server records."""
+    slots, steps = record_size(server_args, model_config) or (0, 0)
+    return slots * steps * model_config.hidden_size * model_config.dtype.itemsize
+
 
 def remember_places(
     forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
 ) -> None:
     """AFTER hook: note which slots the requests of a prefill record into or are compared with."""
-    if not _records() or not forward_batch.forward_mode.is_extend():
+    state = PROCESS.scheduler
+    if state is None or state.record is None or not forward_batch.forward_mode.is_extend():
         return
     model = batch.model_config
-    _the_record(model.hidden_size, model.dtype).assign(
-        [kv_of(req).req_pool_idx for req in batch.reqs],
-        [_place(req, RECORD) for req in batch.reqs],
-        [len(req.output_ids) for req in batch.reqs],
-    )
-    # Kept by request id, not on `forward_batch`, as the pass is run with a copy of that.
-    places = {req.rid: _place(req, COMPARE) for req in batch.reqs}
-    require_scheduler_state().compared = {
-        rid: place for rid, place in places.items() if place is not None
-    }
+    with _guarded(state):
+        _the_record(model.hidden_size, model.dtype).assign(
+            [kv_of(req).req_pool_idx for req in batch.reqs],
+            [_place(req, RECORD) for req in batch.reqs],
+            [len(req.output_ids) for req in batch.reqs],
+        )
+        # Not kept on `forward_batch`, as the pass is run with a copy of that.
+        state.compared = [_place(req, COMPARE) for req in batch.reqs]
 
 
 def keep_or_compare(
@@ -65,42 +93,62 @@ def keep_or_compare(
     Decode passes run through here while their CUDA graph is captured, after warm-up passes;
     `customized_info` has one entry per request.
     """
-    if not _records():
-        return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
-    record = _the_record(hidden_states.shape[1], hidden_states.dtype)
-    if batch.forward_mode.is_decode():
-        record.keep(hidden_states, batch.req_pool_indices, batch.seq_lens)
+    state = PROCESS.scheduler
+    if state is not None and state.record is not None and batch.forward_mode.is_decode():
+        with _guarded(state):
+            record = _the_record(hidden_states.shape[1], hidden_states.dtype)
+            record.keep(hidden_states, batch.req_pool_indices, batch.seq_lens)
     output = original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
-    compared = require_scheduler_state().compared
-    if batch.forward_mode.is_extend() and compared:
-        from sglang.srt.layers.logits_processor import LogitsMetadata
-
-        metadata = LogitsMetadata.from_forward_batch(batch)
-
-        def logits(states: "torch.Tensor") -> "torch.Tensor":
-            return logits_of(processor, states, lm_head, metadata)
-
-        rates: list[list[float | None] | None] = []
-        start = 0
-        lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
-        for rid, (prefix, count) in zip(batch.rids, lengths, strict=True):
-            place = compared.get(rid)
-            part = hidden_states[start : start + count]
-            rates.append(record.compare(part, prefix, place, logits) if place else None)
-            start += count
-        output.customized_info = {**(output.customized_info or {}), RATES: rates}
+    if state is not None and batch.forward_mode.is_extend() and any(state.compared):
+        with _guarded(state):
+            rates = _rates(state.compared, processor, hidden_states, lm_head, batch)
+            output.customized_info = {**(output.customized_info or {}), RATES: rates}
     return output
 
 
-def _records() -> bool:
-    # Engines with other attention backends may inherit the environment variable, too.
-    return VARIABLE in os.environ and PROCESS.scheduler is not None
+def _rates(
+    places: Sequence[Place | None],
+    processor: "LogitsProcessor",
+    hidden_states: "torch.Tensor",
+    lm_head: Any,
+    batch: "ForwardBatch",
+) -> list[list[float | None] | None]:
+    from sglang.srt.layers.logits_processor import LogitsMetadata
+
+    metadata = LogitsMetadata.from_forward_batch(batch)
+
+    def logits(states: "torch.Tensor") -> "torch.Tensor":
+        return logits_of(processor, states, lm_head, metadata)
+
+    record = _the_record(hidden_states.shape[1], hidden_states.dtype)
+    rates: list[list[float | None] | None] = []
+    start = 0
+    lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+    for place, (prefix, count) in zip(places, lengths, strict=True):
+        part = hidden_states[start : start + count]
+        rates.append(record.compare(part, prefix, place, logits) if place else None)
+        start += count
+    return rates
+
+
+@contextmanager
+def _guarded(state: SchedulerState) -> Iterator[None]:
+    """An error of the record ends it, not the scheduler."""
+    try:
+        yield
+    except Exception:
+        state.record, state.compared = None, []
+        logger.exception(
+            "acceptance rates are off from now on, the server goes on; restart it to measure again"
+        )
 
 
 @functools.cache
 def _the_record(hidden_size: int, dtype: Any) -> "StepRecord":
-    caps = require_scheduler_state().budgets.tensors.caps
-    return StepRecord(*_size(), len(caps), hidden_size, dtype, caps.device)
+    state = require_scheduler_state()
+    assert state.record is not None
+    caps = state.budgets.tensors.caps
+    return StepRecord(*state.record, len(caps), hidden_size, dtype, caps.device)
 
 
 def _place(request: Any, key: str) -> Place | None:
@@ -109,14 +157,9 @@ def _place(request: Any, key: str) -> Place | None:
     if not isinstance(given, (list, tuple)) or [type(number) for number in given] != [int, int]:
         return None
     slot, prompt = given
-    inside = 0 <= slot < _size()[0] and 0 < prompt <= len(request.origin_input_ids)
+    slots, _ = require_scheduler_state().record or (0, 0)
+    inside = 0 <= slot < slots and 0 < prompt <= len(request.origin_input_ids)
     return (slot, prompt) if inside else None
-
-
-def _size() -> tuple[int, int]:
-    """Numbers of slots and of steps per slot."""
-    slots, steps = map(int, os.environ[VARIABLE].split("x"))
-    return slots, steps
 
 
 class StepRecord:
@@ -128,15 +171,19 @@ class StepRecord:
         """`rows` is the size of SGLang's token table."""
         import torch
 
-        self._steps = steps
-        self._nowhere = slots * steps
+        # The last state of a slot takes all steps beyond.
+        self._steps, self._stride = steps, steps + 1
+        self._nowhere = slots * self._stride
         # Not inference tensors: forward passes write them in inference mode, other writers do not.
         with torch.inference_mode(False):
-            self._states = torch.zeros(slots * steps + 1, hidden_size, dtype=dtype, device=device)
+            states = self._nowhere + 1
+            self._states = torch.zeros(states, hidden_size, dtype=dtype, device=device)
             # Whether a state belongs to the generation that currently records into its slot.
-            self._recorded = torch.zeros(slots * steps + 1, dtype=torch.bool, device=device)
+            self._recorded = torch.zeros(states, dtype=torch.bool, device=device)
             self._rates = torch.zeros(slots, steps, device=device)
-            self._places = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
+            # A row's cached tokens plus the first number are the index of its state, between the
+            # others.
+            self._places = torch.full((rows, 3), self._nowhere, device=device)
 
     def assign(
         self, rows: Sequence[int], places: Sequence[Place | None], sampled: Sequence[int]
@@ -148,26 +195,26 @@ class StepRecord:
         """
         import torch
 
-        index = torch.tensor(rows, device=self._places.device)
-        values = torch.tensor([place or (-1, -1) for place in places], device=self._places.device)
-        self._places[index] = values
-        for place, step in zip(places, sampled, strict=True):
+        values = [[self._nowhere] * 3 for _ in rows]
+        for row, (place, step) in enumerate(zip(places, sampled, strict=True)):
             if place is not None:
-                start = place[0] * self._steps
-                self._recorded[start + min(step, self._steps) : start + self._steps] = False
+                slot, prompt = place
+                start, end = slot * self._stride, slot * self._stride + self._steps
+                values[row] = [start - prompt, start, end]
+                self._recorded[start + min(step, self._steps) : end] = False
+        index = torch.tensor(rows, device=self._places.device)
+        self._places[index] = torch.tensor(values, device=self._places.device)
 
     def keep(self, hidden: "torch.Tensor", rows: "torch.Tensor", lengths: "torch.Tensor") -> None:
         """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B].
 
-        Reads and writes at fixed addresses, so that it can be part of a CUDA graph.
+        Reads and writes at fixed addresses, so that it can be part of a CUDA graph, in five small
+        kernels.
         """
-        import torch
-
-        slot, prompt = self._places[rows.long()].unbind(-1)
-        step = lengths - prompt
-        inside = (slot >= 0) & (step >= 0) & (step < self._steps)
-        index = torch.where(inside, slot * self._steps + step, self._nowhere)
-        self._states[index] = hidden
+        offset, first, last = self._places.index_select(0, rows).unbind(-1)
+        # Graphs pad with lengths below that of any prompt. No state at `first` is compared.
+        index = (offset + lengths).clamp(first, last)
+        self._states.index_copy_(0, index, hidden[: len(index)])
         self._recorded.index_fill_(0, index, True)
 
     def compare(
@@ -192,7 +239,7 @@ class StepRecord:
             # The dense state at position p predicts the token at p + 1, as does the decode step
             # with p + 1 cached tokens.
             step = start + 1 - prompt
-            first = slot * self._steps + step
+            first = slot * self._stride + step
             kept = slice(first, first + stop - start)
             dense = hidden[start - prefix : stop - prefix]
             found = acceptance_rate(logits(self._states[kept]), logits(dense))

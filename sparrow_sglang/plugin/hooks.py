@@ -20,7 +20,6 @@ from sparrow_sglang.plugin import (
     scheduler_calls,
     scheduler_hooks,
 )
-from sparrow_sglang.plugin.audit import top_logprobs
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.state import Hook
 from sparrow_sglang.sglang_versions import located
@@ -87,9 +86,6 @@ HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),
     # Schedulers: the audit, and exact acceptance rates.
-    (f"{_FORWARD_BATCH}.init_new", "AFTER", top_logprobs.remember_temperatures, "batch"),
-    ("sglang.srt.layers.logprob_processor.get_top_logprobs", "AROUND",
-     top_logprobs.top_logprobs_of_some, "logprobs top_logprobs_nums no_copy_to_cpu"),
     (f"{_FORWARD_BATCH}.init_new", "AFTER", exact_acceptance.remember_places, "batch"),
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),

@@ -200,6 +200,20 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         problems.append(
             f"sparrow_audit_log={log!r}: nothing is audited; pass --sparrow-audit-rate 0.01"
         )
+    if server_args.sparrow_audit_rate and server_args.pp_size > 1:
+        problems.append(
+            f"pp_size={server_args.pp_size} with --sparrow-audit-rate: SGLang does not return what"
+            " the last stage measures; pass --sparrow-audit-rate 0"
+        )
+    if (
+        server_args.sparrow_audit_rate
+        and server_args.enable_dp_attention
+        and not server_args.enable_dp_lm_head
+    ):
+        problems.append(
+            "enable_dp_attention with --sparrow-audit-rate: a replica computes no logits alone;"
+            " pass --enable-dp-lm-head"
+        )
     # A string or a mapping until SGLang has parsed it; neither has the attribute.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     backend = getattr(graphs, "backend", None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.plugin import server_args
+from sparrow_sglang.plugin.exact_acceptance import record_size
 from sparrow_sglang.plugin.hooks import CPU_HOOKS, HOOKS, failing_probes, is_applied, register_hooks
 from sparrow_sglang.plugin.layer_refusals import unknown_attributes
 from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
@@ -87,7 +88,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     PROCESS.scheduler = SchedulerState(
         backend.budgets,
         backend.decode_guard,
-        audited=runner.server_args.sparrow_audit_rate > 0,
+        record=record_size(runner.server_args, model_config),
         lossless=is_lossless(view),
     )
     return backend

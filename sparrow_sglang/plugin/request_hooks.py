@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
+from sparrow_sglang.mismatch.exact_rates import RATES
 from sparrow_sglang.plugin.control import measured
 from sparrow_sglang.plugin.lossless.refusals import require_lossless
 from sparrow_sglang.plugin.request_checks import (
@@ -146,6 +147,9 @@ def _report(answer: Any, request: Any) -> None:
         samples = getattr(request, "parallel_sample_num", 1)
         part = request if request.is_single else request[index // samples]
         option, meta = request_state(part).option, output["meta_info"]
+        if all(rates is None for rates in meta.get(RATES, ())):
+            # An entry for another request's rates, which shared a batch with this one.
+            meta.pop(RATES, None)
         if option is None or not option.report or meta.get("finish_reason") is None:
             continue
         # The answer to a request that was aborted before it ran has no token counts.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.hf_config import num_layers_of
+from sparrow_sglang.plugin.exact_acceptance import record_bytes
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
@@ -235,7 +236,7 @@ def reserve_decode_buffers(
     if is_lossless(server_args):
         # Logits of a round, and as much twice while its probabilities are computed, in fp32.
         needed += 3 * 4 * rows * draft_tokens * kvc.model_config.vocab_size
-    return available_bytes - needed
+    return available_bytes - needed - record_bytes(kvc.server_args, kvc.model_config)
 
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:

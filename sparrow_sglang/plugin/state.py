@@ -71,18 +71,16 @@ class SchedulerState:
     Attributes:
         budgets: the active schedule and the requests' options, on the device.
         guard: receives an announcement of each decode batch.
-        audited: whether some requests of this server are audited.
-        temperatures: of the audited requests of the latest batch, by row, where not 1.
-        compared: of the latest prefill's requests that `exact_acceptance` compares, by request id,
-            slot and number of prompt tokens.
+        record: slots and steps per slot of `exact_acceptance`; None where nothing is recorded.
+        compared: of each request of the latest prefill, slot and number of prompt tokens if it is
+            compared.
     """
 
     budgets: "BudgetTable"
     guard: DecodeGuard = field(default_factory=DecodeGuard)
-    audited: bool = False
+    record: tuple[int, int] | None = None
     lossless: bool = False
-    temperatures: dict[int, float] = field(default_factory=dict)
-    compared: dict[str, tuple[int, int]] = field(default_factory=dict)
+    compared: list[tuple[int, int] | None] = field(default_factory=list)
     _options: "WeakKeyDictionary[Req, RequestOption]" = field(
         default_factory=WeakKeyDictionary, init=False
     )

@@ -79,6 +79,16 @@ def test_rates_equal_those_of_both_whole_distributions_in_float64(engine, sharp_
     assert low < 0.9
 
 
+def test_answers_of_the_same_batch_hold_no_rates_of_others(engine) -> None:
+    prompt = random_prompt(3, 20)
+    [(response, _)] = measured(engine, [prompt], [10])
+    other = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 5}}
+    requests = [other, comparing_request(0, prompt, response), other]
+    plain, compared, last = connect(engine).generate(requests)
+    assert len(exact_rates(compared)) == 9
+    assert not {"sparrow_acceptance"} & (plain["meta_info"].keys() | last["meta_info"].keys())
+
+
 def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
     sharp_llama, server_args
 ) -> None:

@@ -67,7 +67,7 @@ FIELD_PATHS: list[tuple[str, ...]] = [
     *((name,) for name in REQUEST_FIELDS),
     *(("sampling_params", name) for name in SAMPLING_FIELDS),
     *(("session_params", name) for name in SESSION_FIELDS),
-    *((*CUSTOM, name) for name in ("sparrow", "sparrow_audited", "sparrow_record", "other")),
+    *((*CUSTOM, name) for name in ("sparrow", "sparrow_record", "sparrow_compare", "other")),
     *((*CUSTOM, "sparrow", name) for name in ("dense", "kv_budget_tokens", "report")),
     *(("sampling_params", "logit_bias", name) for name in ("5", "-1", "a")),
     ("kv_hints", "a"),

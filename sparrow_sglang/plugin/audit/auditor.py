@@ -8,7 +8,6 @@ import logging
 import random
 import time
 import uuid
-from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from hashlib import blake2b
@@ -17,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.mismatch.acceptance import acceptance_bounds
-from sparrow_sglang.mismatch.scores import TOP_K, dense_scores, scoring_request
+from sparrow_sglang.mismatch.exact_rates import AUDIT_STEPS, comparing_request, exact_rates
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog
 from sparrow_sglang.plugin.audit.recorded import (
     AuditQueue,
     RecordedRequest,
-    ask_for_logprobs,
+    remove_slots,
     skip_reason,
 )
 from sparrow_sglang.plugin.audit.statistics import AuditReport
@@ -54,14 +52,13 @@ logger = logging.getLogger("sparrow_sglang")
 
 
 class Auditor:
-    """Chooses requests, records what the sampler saw, scores them again when there is room.
+    """Chooses requests, has the scheduler record them, scores them again when there is room.
 
     There is room when no user's request runs, or when the score stays within BUSY_SHARE of the
-    tokens that users' requests took. `rate`, the share of auditable requests to audit, may be set
-    at any time; at 0 only the load is published.
+    tokens that users' requests took. `rate` is the share of auditable requests to audit; at 0 only
+    the load is published.
 
-    Everything runs on the event loop of SGLang's TokenizerManager except comparing a response's
-    lists and writing the log, neither of which touches the report.
+    Everything runs on the event loop of SGLang's TokenizerManager except writing the log.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class Auditor:
         self._manager = manager
         self.rate = rate
         self._log = log
-        self._top_k = min(TOP_K, manager.model_config.vocab_size)
         self._draw = random.Random()
         self._namespace = f"sparrow-audit-{uuid.uuid4().hex}"
         self._prompt_tokens: dict[str, int] = {}
@@ -89,7 +85,6 @@ class Auditor:
         self._published = 0.0
         self._has_scored = False
         self._is_broken = False
-        self._strict_thinking = getattr(manager.server_args, "enable_strict_thinking", False)
         self._worker: asyncio.Task[None] | None = None
         # The score in flight, and the id of its request once sent.
         self._score: asyncio.Task[str] | None = None
@@ -104,7 +99,7 @@ class Auditor:
             self.report.start(schedule)
 
     def on_requests(self, requests: "Sequence[TokenizedGenerateReqInput]") -> None:
-        """Note requests on their way to the scheduler; have chosen ones return log-probs."""
+        """Note requests on their way to the scheduler; have chosen ones recorded."""
         if self._is_broken:
             return
         if self._worker is None or self._worker.done():
@@ -116,19 +111,21 @@ class Auditor:
             self._prompt_tokens[request.rid] = len(request.input_ids or ())
             parameters = getattr(request, "sampling_params", None)
             generates = parameters is not None and parameters.max_new_tokens != 0
+            if self.rate and generates:
+                remove_slots(request)
             # SGLang's own health checks and scoring requests cannot be audited.
             state = self._manager.rid_to_state[request.rid]
             if not self.rate or not state.obj.log_metrics or not generates:
                 continue
             option, active = request_state(state.obj).option, self.report.schedule
-            reason = skip_reason(request, option, active, self._strict_thinking)
+            reason = skip_reason(request, option, active)
             if reason is not None:
                 self.report.requests[f"skipped_{reason}"] += 1
             elif self._draw.random() < self.rate:
-                self._record(request)
+                self._queue.start(request, getattr(state.obj, "lora_path", None))
 
     def on_outputs(self, answers: "BatchStrOutput") -> None:
-        """Record answers on their way to the users; remove what only the audit asked for."""
+        """Note answers on their way to the users; keep the tokens of recorded requests."""
         for index, rid in enumerate(answers.rids):
             self._queue.record(rid, answers, index)
             reason = answers.finished_reasons[index]
@@ -183,22 +180,6 @@ class Auditor:
                 return
             await asyncio.sleep(_POLL_S / 10)
 
-    def _record(self, request: "TokenizedGenerateReqInput") -> None:
-        state = self._manager.rid_to_state[request.rid]
-        recorded = RecordedRequest(
-            request_id=request.rid,
-            prompt=array("i", request.input_ids),
-            lora_path=getattr(state.obj, "lora_path", None),
-            lora_id=request.lora_id,
-            user_top_k=request.top_logprobs_num if request.return_logprob else 0,
-            top_k=self._top_k,
-            temperature=request.sampling_params.temperature,
-        )
-        if self._queue.start(recorded):
-            # Only the tokenised request is changed. SGLang builds the answer from the user's own
-            # request object, which stays as it is.
-            ask_for_logprobs(request, self._top_k)
-
     async def _run(self) -> None:
         try:
             await self._work()
@@ -244,7 +225,7 @@ class Auditor:
         # SGLang stops once no request is left, so that each score would delay it.
         if self._manager.gracefully_exit:
             return False
-        tokens = recorded.held_tokens
+        tokens = len(recorded.prompt) + len(recorded.tokens)
         if self._prompt_tokens and tokens > self._allowance:
             return False
         self._allowance = max(0.0, self._allowance - tokens)
@@ -263,6 +244,7 @@ class Auditor:
         else:
             outcome = score.result()
         self.report.requests[outcome] += 1
+        self._queue.free(recorded)
 
     def _forget_vanished(self) -> None:
         """Forget requests that were aborted before any output, as no answer arrives for them."""
@@ -275,19 +257,26 @@ class Auditor:
         # A generation may fill the context, but the scheduler takes only prompts that are a few
         # tokens shorter.
         room = self._manager.max_req_input_len - 1 - len(recorded.prompt)
-        response, schedule = list(recorded.tokens[: max(room, 0)]), self.report.schedule
+        response = recorded.tokens[: max(0, min(room, AUDIT_STEPS))]
+        schedule = self.report.schedule
         if not response:
             return "dropped"
-        fields = scoring_request(
-            recorded.prompt, response, self._top_k, self._namespace, recorded.lora_path
+        request = request_of(
+            comparing_request(recorded.slot, recorded.prompt, response)
+            | {
+                "extra_key": self._namespace,
+                "lora_path": recorded.lora_path,
+                "routed_dp_rank": recorded.dp_rank,
+                "priority": self._lowest_priority(),
+                "no_logs": True,
+            }
         )
-        request = request_of(fields | {"priority": self._lowest_priority(), "no_logs": True})
         # Read the stream to its end, where SGLang releases the lock that weight updates wait for.
         answers = [answer async for answer in self._manager.generate_request(request, None)]
         aborted = answers[-1]["meta_info"]["finish_reason"]["type"] == "abort"
         if aborted or request.lora_id != recorded.lora_id:
             return "dropped"
-        rows = await asyncio.to_thread(self._measured, recorded, response, schedule, answers[-1])
+        rows = _measured(recorded, response, schedule, answers[-1])
         if schedule != self.report.schedule:
             return "dropped"
         # Samples of one prompt are alike.
@@ -295,32 +284,6 @@ class Auditor:
         if self._log is not None:
             self._log.append(rows)
         return "audited"
-
-    def _measured(
-        self,
-        recorded: RecordedRequest,
-        response: list[int],
-        schedule: BudgetSchedule,
-        answer: Mapping[str, Any],
-    ) -> NDArray[Any]:
-        """Rows [T] of TOKEN_ROW for T response tokens."""
-        sparse = recorded.scores(len(response))
-        dense = dense_scores(answer, response)
-        alpha = acceptance_bounds(
-            sparse.top_ids,
-            sparse.top_logprobs,
-            dense.top_ids,
-            dense.top_logprobs,
-            self._manager.model_config.vocab_size,
-        )
-        rows = np.empty(len(response), TOKEN_ROW)
-        rows["request_id"] = recorded.request_id
-        rows["position"] = len(recorded.prompt) + np.arange(len(response))
-        rows["token_id"] = response
-        rows["kv_budget_tokens"] = list(map(schedule.kv_budget_tokens, rows["position"].tolist()))
-        rows["sparse_logprob"], rows["dense_logprob"] = sparse.logprobs, dense.logprobs
-        rows["alpha_lower"], rows["alpha_upper"] = alpha
-        return rows
 
     async def _flush(self, log: MismatchLog) -> None:
         try:
@@ -344,3 +307,21 @@ class Auditor:
             return None
         low_first = self._manager.server_args.schedule_low_priority_values_first
         return 2**31 - 1 if low_first else -(2**31)
+
+
+def _measured(
+    recorded: RecordedRequest,
+    response: Sequence[int],
+    schedule: BudgetSchedule,
+    answer: Mapping[str, Any],
+) -> NDArray[Any]:
+    """Rows [T] of TOKEN_ROW for T response tokens; the first comes from prefill."""
+    rows = np.empty(len(response), TOKEN_ROW)
+    rows["request_id"] = recorded.request_id
+    rows["position"] = len(recorded.prompt) + np.arange(len(response))
+    rows["token_id"] = response
+    rows["kv_budget_tokens"] = list(map(schedule.kv_budget_tokens, rows["position"].tolist()))
+    # The first entry is the prompt's last token, for which SGLang gives no log-prob.
+    rows["dense_logprob"] = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    rows["acceptance_rate"] = [np.nan, *exact_rates(answer)]
+    return rows

@@ -1,4 +1,4 @@
-"""The mismatch log: sparse and dense log-probs of each audited token, kept on disk as Parquet."""
+"""The mismatch log: acceptance rate and log-prob of each audited token, on disk as Parquet."""
 
 import logging
 import os
@@ -25,15 +25,13 @@ TOKEN_ROW = np.dtype(
         ("position", "i4"),
         ("token_id", "i4"),
         ("kv_budget_tokens", "i4"),
-        ("sparse_logprob", "f4"),
         ("dense_logprob", "f4"),
-        ("alpha_lower", "f4"),
-        ("alpha_upper", "f4"),
+        ("acceptance_rate", "f4"),
     ]
 )
 """One audited token. `position` counts from the first prompt token; `kv_budget_tokens` is what the
-schedule let the sparse layers read when the token was sampled; log-probs are natural and at
-temperature 1; `alpha_lower` and `alpha_upper` bound the acceptance rate."""
+schedule let the sparse layers read when the token was sampled; `dense_logprob` is natural and at
+temperature 1; `acceptance_rate` is NaN where no decode step sampled the token."""
 
 logger = logging.getLogger("sparrow_sglang")
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.tail import TailStatistics
@@ -20,15 +21,13 @@ WELL_FILLED_TOKENS = 2000
 FALSE_WARNINGS = 0.025
 """Largest chance that a bin whose tail meets the target is ever warned of."""
 
-SKIPPED = (
-    "masked_logits", "dense", "own_schedule", "low_temperature", "prompt_logprobs", "input",
-)  # fmt: skip
+SKIPPED = ("dense", "own_schedule", "input")
 """Reasons why a request cannot be audited, see `recorded.skip_reason`."""
 OUTCOMES = ("audited", "dropped", "failed", *(f"skipped_{reason}" for reason in SKIPPED))
 
 _GAUGES = {
-    "sparrow:acceptance_tail": ("5th percentile of the acceptance rate", ("bin", "bound")),
-    "sparrow:acceptance_mean": ("Mean acceptance rate", ("bin", "bound")),
+    "sparrow:acceptance_tail": ("5th percentile of the acceptance rate", ("bin",)),
+    "sparrow:acceptance_mean": ("Mean acceptance rate", ("bin",)),
     "sparrow:audited_tokens": ("Sparsely decoded tokens scored again densely", ("bin",)),
     "sparrow:audit_requests": ("Requests by what the audit did with them", ("outcome",)),
     "sparrow:kv_budget_tokens": ("Active KV budget at the start of the bin", ("bin",)),
@@ -40,11 +39,7 @@ logger = logging.getLogger("sparrow_sglang")
 
 
 class AuditReport:
-    """Counts what one server's audit found under one schedule at a time.
-
-    Top-k lists do not give the acceptance rate itself, so tails of both its bounds are kept; the
-    true tail lies between. One thread may use an instance.
-    """
+    """Counts what one server's audit found under one schedule at a time; not thread-safe."""
 
     def __init__(self, schedule: BudgetSchedule, gauges: bool) -> None:
         """`gauges`: publish to Prometheus."""
@@ -58,7 +53,7 @@ class AuditReport:
         """Start counting anew under `schedule`."""
         self.schedule = schedule
         width = tail_bin_tokens(schedule)
-        self._bounds = {"lower": TailStatistics(width), "upper": TailStatistics(width)}
+        self._tails = TailStatistics(width)
         self._changed: set[int] = set()
         self._looks: Counter[int] = Counter()
         self._next_look: dict[int, int] = {}
@@ -74,19 +69,18 @@ class AuditReport:
 
         They are one response to `prompt`, any name for it.
         """
-        bins = token_bins(self.schedule, int(rows["position"][0]), len(rows))
-        for bound, statistics in self._bounds.items():
-            statistics.add(prompt, bins, rows[f"alpha_{bound}"])
+        decoded = ~np.isnan(rows["acceptance_rate"])
+        bins = token_bins(self.schedule, int(rows["position"][0]), len(rows))[decoded]
+        self._tails.add(prompt, bins, rows["acceptance_rate"][decoded])
         self._changed |= set(bins.tolist()) - {NOT_COUNTED}
 
     def publish(self) -> None:
         """Update the gauges; warn of low tails."""
         for index in sorted(self._changed):
-            for bound, statistics in self._bounds.items():
-                tail = statistics.bin(index)
-                self._set("sparrow:acceptance_tail", tail.tail, bin=index, bound=bound)
-                self._set("sparrow:acceptance_mean", tail.mean, bin=index, bound=bound)
-                self._set("sparrow:audited_tokens", tail.tokens, bin=index)
+            tail = self._tails.bin(index)
+            self._set("sparrow:acceptance_tail", tail.tail, bin=index)
+            self._set("sparrow:acceptance_mean", tail.mean, bin=index)
+            self._set("sparrow:audited_tokens", tail.tokens, bin=index)
             self._look(index)
         self._changed.clear()
         # Set last, so that a reader who sees a request counted sees its tokens, too.
@@ -109,11 +103,11 @@ class AuditReport:
     def _look(self, index: int) -> None:
         """Warn of a bin if even the upper end of its tail's interval lies below the target.
 
-        By the upper bound, as only it proves a tail too low. Repeated looks at a tail that equals
-        the target would see it fall below by chance, so look again only after the tokens have
-        doubled, and spend FALSE_WARNINGS on all looks together: one part in k (k + 1) on the k-th.
+        Repeated looks at a tail that equals the target would see it fall below by chance, so look
+        again only after the tokens have doubled, and spend FALSE_WARNINGS on all looks together:
+        one part in k (k + 1) on the k-th.
         """
-        target, statistics = self.schedule.tail_target, self._bounds["upper"]
+        target, statistics = self.schedule.tail_target, self._tails
         tokens = statistics.tokens()[index]
         if target is None or tokens < self._next_look.get(index, WELL_FILLED_TOKENS):
             return
@@ -125,8 +119,8 @@ class AuditReport:
             return
         self._next_look[index] = sys.maxsize
         logger.warning(
-            "mismatch: at positions %d to %d the 5th percentile of the acceptance rate is at"
-            " most %.3f (interval %.3f to %.3f, %d tokens), below the %.2f that schedule"
+            "mismatch: at positions %d to %d the 5th percentile of the acceptance rate is"
+            " %.3f (interval %.3f to %.3f, %d tokens), below the %.2f that schedule"
             " %s was made for; calibrate it for this model and these prompts",
             found.first_position,
             found.end_position - 1,

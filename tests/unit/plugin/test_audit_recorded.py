@@ -1,7 +1,7 @@
 """Which requests an audit takes, and what it keeps of them until they are scored."""
 
 import asyncio
-from array import array
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sparrow_sglang.mismatch.exact_rates import AUDIT_SLOTS
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog, read_mismatch_log
-from sparrow_sglang.plugin.audit.recorded import RecordedRequest, skip_reason
+from sparrow_sglang.plugin.audit.recorded import AuditQueue, remove_slots, skip_reason
 from sparrow_sglang.plugin.audit.statistics import SKIPPED
+from sparrow_sglang.plugin.exact_acceptance import keep_or_compare
+from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -25,10 +28,11 @@ def tokenized(**changes: Any) -> Any:
     parameters = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
     request = SimpleNamespace(
         sampling_params=parameters,
+        rid="a",
+        lora_id=None,
         input_ids=[1, 2],
         return_logprob=False,
         logprob_start_len=-1,
-        custom_logit_processor=None,
         input_embeds=None,
         mm_inputs=None,
         session_params=None,
@@ -40,40 +44,73 @@ def tokenized(**changes: Any) -> Any:
 
 
 def test_whatever_a_request_samples_with_it_is_audited() -> None:
-    option = RequestOption(ACTIVE)
-    for changes in ({}, {"temperature": 1.3}, {"min_p": 0.2}, {"top_k": 1, "temperature": 1.0}):
-        assert skip_reason(tokenized(**changes), option, ACTIVE, False) is None
+    samplings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.01},
+        {"regex": "a+"},
+        {"logit_bias": {"5": 1.0}},
+        {"return_logprob": True, "logprob_start_len": 0},
+    ]
+    for changes in samplings:
+        assert skip_reason(tokenized(**changes), RequestOption(ACTIVE), ACTIVE) is None
 
 
 def test_a_request_that_cannot_be_audited_is_counted_by_the_reason() -> None:
-    reasons: list[tuple[dict[str, Any], str]] = [
-        ({"logit_bias": {"5": 1.0}}, "masked_logits"),
-        ({"regex": "a+"}, "masked_logits"),
-        ({"min_new_tokens": 3}, "masked_logits"),
-        ({"repetition_penalty": 1.1}, "masked_logits"),
-        ({"custom_logit_processor": "{}"}, "masked_logits"),
-        ({"temperature": 0.1}, "low_temperature"),
-        ({"return_logprob": True, "logprob_start_len": 0}, "prompt_logprobs"),
-        ({"input_ids": None}, "input"),
-        ({"session_params": {}}, "input"),
-        ({"custom_params": [1]}, "input"),
-    ]
-    option = RequestOption(ACTIVE)
-    found = [skip_reason(tokenized(**changes), option, ACTIVE, False) for changes, _ in reasons]
-    assert found == [reason for _, reason in reasons] and {*found} <= {*SKIPPED}
-    # With --enable-strict-thinking the recorded log-probs are those of masked logits.
-    assert skip_reason(tokenized(), option, ACTIVE, True) == "masked_logits"
+    for changes in ({"input_ids": None}, {"session_params": {}}, {"custom_params": [1]}):
+        assert skip_reason(tokenized(**changes), RequestOption(ACTIVE), ACTIVE) == "input"
+    assert {"input", "own_schedule", "dense"} == {*SKIPPED}
+
+
+def test_requests_beyond_the_slots_are_dropped_and_slots_are_used_again() -> None:
+    outcomes: Counter[str] = Counter()
+    queue = AuditQueue(outcomes)
+    for round in range(3):
+        requests = [tokenized(rid=str(index)) for index in range(AUDIT_SLOTS + 2)]
+        shared = requests[0].sampling_params
+        for request in requests:
+            queue.start(request, None)
+        assert outcomes["dropped"] == 2 * (round + 1)
+        recorded = [request.sampling_params.custom_params for request in requests]
+        slots = [params["sparrow_record"][0] for params in recorded[:AUDIT_SLOTS]]
+        assert sorted(slots) == [*range(AUDIT_SLOTS)] and recorded[AUDIT_SLOTS:] == [None, None]
+        assert shared.custom_params is None
+        for index in range(AUDIT_SLOTS):
+            answers: Any = SimpleNamespace(output_ids=[[7, 8]], dp_ranks=None)
+            queue.record(f"{index}", answers, 0)
+            queue.finish(f"{index}", complete=True)
+        while queue.first is not None:
+            queue.free(queue.take_first())
+
+
+def test_a_user_gets_no_slot_of_the_audit() -> None:
+    request = tokenized(custom_params={"sparrow_record": [0, 2], "mine": 1})
+    before = request.sampling_params
+    remove_slots(request)
+    custom = request.sampling_params.custom_params
+    assert custom["mine"] == 1 and custom["sparrow_record"] is None
+    assert before.custom_params["sparrow_record"] == [0, 2]
 
 
 def test_only_responses_under_the_active_schedule_are_audited() -> None:
     others = (None, RequestOption(None), RequestOption(ACTIVE, 32))
     for option in (*others, RequestOption(BudgetSchedule.fixed(96))):
-        assert skip_reason(tokenized(), option, ACTIVE, False) == "own_schedule"
+        assert skip_reason(tokenized(), option, ACTIVE) == "own_schedule"
 
 
 def test_nothing_is_audited_while_the_server_decodes_densely() -> None:
     dense = ACTIVE.as_dense()
-    assert skip_reason(tokenized(), RequestOption(dense), dense, False) == "dense"
+    assert skip_reason(tokenized(), RequestOption(dense), dense) == "dense"
+
+
+def test_an_error_of_the_record_ends_it_and_not_the_scheduler(monkeypatch) -> None:
+    budgets: Any = None
+    state = SchedulerState(budgets, record=(1, 8), compared=[(0, 1)])
+    monkeypatch.setattr(PROCESS, "scheduler", state)
+    output, any_mode = object(), SimpleNamespace(is_decode=lambda: True, is_extend=lambda: True)
+    no: Any = None
+    batch: Any = SimpleNamespace(forward_mode=any_mode)
+    assert keep_or_compare(lambda *_: output, no, no, no, no, batch) is output
+    assert state.record is None and not state.compared
 
 
 @pytest.mark.parametrize("ending", ["SIGTERM", "Ctrl-C"])
@@ -81,7 +118,6 @@ def test_a_server_that_stops_writes_what_it_has_measured(tmp_path: Path, ending:
     """On SIGTERM SGLang first lets requests end; on Ctrl-C the event loop ends."""
     manager: Any = SimpleNamespace(
         server_args=SimpleNamespace(enable_metrics=False),
-        model_config=SimpleNamespace(vocab_size=50),
         rid_to_state={},
         is_pause=False,
         gracefully_exit=False,
@@ -108,14 +144,13 @@ def test_a_server_that_stops_writes_what_it_has_measured(tmp_path: Path, ending:
 def test_responses_of_old_weights_are_forgotten_before_and_after_an_update() -> None:
     manager: Any = SimpleNamespace(
         server_args=SimpleNamespace(enable_metrics=False),
-        model_config=SimpleNamespace(vocab_size=50),
         is_pause=False,
     )
     auditor = Auditor(manager, 1.0, ACTIVE, None, set())
     queue = auditor._queue
 
     def answered(name: str) -> None:
-        queue.start(RecordedRequest(name, array("i", [1]), None, None, 0, 4))
+        queue.start(tokenized(rid=name), None)
         queue._recording[name].tokens.append(1)
         queue.finish(name, complete=True)
         assert queue.first is not None

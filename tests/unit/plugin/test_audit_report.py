@@ -1,4 +1,4 @@
-"""What an audit reports of scored requests, and the rows that it searches for top-k lists."""
+"""What an audit reports of scored requests."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from engines import SCHEDULE
 from numpy.typing import NDArray
 
-from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
+from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW
 from sparrow_sglang.plugin.audit.statistics import FALSE_WARNINGS, AuditReport
 
@@ -18,12 +18,9 @@ def token_rows(alpha: float, tokens: int = 48, first: int = 129) -> NDArray[Any]
     """The first token is from prefill, the others from sparse steps in the bin of `first`."""
     rows = np.zeros(tokens, TOKEN_ROW)
     rows["position"] = np.arange(tokens) + first
-    rows["alpha_lower"], rows["alpha_upper"] = alpha - 0.1, alpha
+    rows["acceptance_rate"] = alpha
+    rows["acceptance_rate"][0] = np.nan
     return rows
-
-
-def bins(report: AuditReport) -> dict[str, list[BinTail]]:
-    return {bound: statistics.bins() for bound, statistics in report._bounds.items()}
 
 
 def test_one_warning_per_bin_that_falls_below_the_target(warnings):
@@ -35,22 +32,16 @@ def test_one_warning_per_bin_that_falls_below_the_target(warnings):
     for index in range(6):
         report.add(f"more-{index}", token_rows(0.5))
     for index in range(40):
-        # The lower bound is below the target here, the upper one is not.
         report.add(f"good-{index}", token_rows(0.9, first=193))
     report.publish()
     report.publish()
     messages = {id(record): record.getMessage() for record in warnings.records}
     assert len(messages) == 1
     assert "at positions 128 to 191 the 5th percentile" in next(iter(messages.values()))
-    assert "at most 0.500" in next(iter(messages.values()))
-    told = {
-        bound: [(tail.bin, tail.tokens, tail.tail, tail.mean) for tail in tails]
-        for bound, tails in bins(report).items()
-    }
-    expected = [(2, 48 * 47, 0.5), (3, 40 * 47, 0.9)]
-    for bound, loose in (("upper", 0.0), ("lower", 0.1)):
-        exact = [(index, tokens, alpha - loose, alpha - loose) for index, tokens, alpha in expected]
-        assert told[bound] == [pytest.approx(row, abs=1e-6) for row in exact]
+    assert "0.500" in next(iter(messages.values()))
+    told = [(tail.bin, tail.tokens, tail.tail, tail.mean) for tail in report._tails.bins()]
+    expected = [(2, 48 * 47, 0.5, 0.5), (3, 40 * 47, 0.9, 0.9)]
+    assert told == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
 def test_a_server_that_is_switched_to_dense_shows_no_budget(monkeypatch):

@@ -23,7 +23,7 @@ def rows(request_id: str, tokens: int = 10, seed: int = 0) -> NDArray[Any]:
     found["request_id"] = request_id
     found["position"] = np.arange(100, 100 + tokens)
     found["token_id"] = draw.integers(0, 150_000, tokens)
-    for name in ("sparse_logprob", "dense_logprob", "alpha_lower", "alpha_upper"):
+    for name in ("dense_logprob", "acceptance_rate"):
         found[name] = draw.random(tokens)
     return found
 

@@ -164,6 +164,11 @@ def test_each_wrong_argument_is_named_with_its_value_and_a_remedy(make_args):
         ),
         ({"prefill_attention_backend": "torch_native"}, "prefill attention backend 'torch_native'"),
         ({"sparrow_audit_log": "x"}, "sparrow_audit_log='x'"),
+        ({"sparrow_audit_rate": 0.1, "pp_size": 2}, "pp_size=2"),
+        (
+            {"sparrow_audit_rate": 0.1, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            "pass --enable-dp-lm-head",
+        ),
         (
             {"cuda_graph_backend_prefill": "full", "device": "cuda"},
             "cuda_graph_config[prefill].backend='full'",
