@@ -385,6 +385,7 @@ def test_adapters_are_to_be_merged(lossless: Any, tmp_path: Path) -> None:
         ("enable_dp_attention", {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}),
         ("enable_deterministic_inference", {"enable_deterministic_inference": True}),
         ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
+        ("speculative_eagle_topk", {"speculative_eagle_topk": 4}),
         ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
         ("speculative_num_draft_tokens", {"speculative_algorithm": None}),
     ],
@@ -404,6 +405,8 @@ def test_defaults(make_args: Any) -> None:
     assert view.max_running_requests == 128
     schedule = resolve_schedule(args, read_model_config(args).hf_config)
     assert schedule.name == "drafts"
+    with pytest.raises(ValueError, match="speculative_num_steps"):
+        make_args(speculative_algorithm="SPARROW", speculative_num_steps=3)
 
 
 @pytest.mark.parametrize(

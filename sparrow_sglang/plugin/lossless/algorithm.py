@@ -28,11 +28,11 @@ class SparseDrafts(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: Any) -> None:
         if not uses_sparrow(server_args):
-            raise ValueError(
-                f"speculative_algorithm={LOSSLESS!r}: expected with --attention-backend {BACKEND}"
-            )
+            raise ValueError(f"speculative_algorithm={LOSSLESS}: set --attention-backend {BACKEND}")
         # SGLang counts the bonus token among the draft tokens.
         width = server_args.speculative_num_draft_tokens or DEFAULT_DRAFTS + 1
+        if (steps := server_args.speculative_num_steps) not in (None, width - 1):
+            raise ValueError(f"speculative_num_steps={steps}: set --speculative-num-draft-tokens")
         server_args.speculative_num_draft_tokens = width
         server_args.speculative_num_steps = width - 1
         server_args.speculative_eagle_topk = 1

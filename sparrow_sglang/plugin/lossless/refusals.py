@@ -29,6 +29,8 @@ _ARGUMENTS = {
     "enable_dp_attention": (False, "idle ranks would have to draft"),
     "enable_lora": (False, "a round applies no adapter, so merge it into the weights"),
     "lora_paths": (None, "a round applies no adapter, so merge it into the weights"),
+    "speculative_eagle_topk": (1, "drafts are a chain"),
+    "speculative_draft_model_path": (None, "the model drafts itself"),
     "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:accepted_drafts"),
     "enable_deterministic_inference": (False, "drafts take no seed"),
     "enable_return_hidden_states": (False, "a round keeps none"),
@@ -107,10 +109,8 @@ def require_lossless(request: "TokenizedGenerateReqInput", option: RequestOption
     for name, neutral in _FIELDS.items():
         value = getattr(request.sampling_params, name, getattr(request, name, None))
         if value is not None and value not in (neutral, {}):
-            default = ""
-            if name.endswith("_penalty"):
-                default = "; --sampling-defaults openai ignores generation_config.json"
+            hint = "; --sampling-defaults openai ignores generation_config.json"
             raise RequestError(
                 f"{name}={quoted(value)}: expected {neutral!r} with lossless decoding, whose"
-                f" rounds do not apply it{default}"
+                f" rounds do not apply it{hint if name.endswith('_penalty') else ''}"
             )
