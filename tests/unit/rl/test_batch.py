@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.collect import prompts_from
-from sparrow_sglang.rl.config import DENSE
+from sparrow_sglang.rl.config import DENSE, TrainConfig
+from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.metrics import kv_metrics
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
@@ -101,3 +103,38 @@ def test_each_segment_has_a_dense_prefill_of_its_own():
     flat = Batch.of([Group(Prompt("0", "t", (1,)), (one, one))], group_advantages([[0, 1]]))
     assert [(len(context), len(ids)) for context, ids in flat.segments] == [(60, 30), (90, 10)] * 2
     assert [ids for _, ids in flat.segments[:2]] == [one.response_ids[:30], one.response_ids[30:]]
+
+
+def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
+    whole = batch([[3, 1], [4, 2], [5, 2]], [[0, 1], [1, 1], [4, 2]])
+    part, chosen = whole.sample_evenly(3), [0, 2, 4]
+    assert part.rollouts == tuple(whole.rollouts[index] for index in chosen)
+    for name in ("rollout_logprobs", "advantages"):
+        of_responses = getattr(whole, name).split(whole.lengths)
+        assert torch.equal(getattr(part, name), torch.cat([of_responses[i] for i in chosen]))
+    for name in ("group", "in_loss"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[chosen])
+    assert whole.sample_evenly(9).rollouts == whole.rollouts
+
+
+def test_retracted_responses_are_in_no_part_of_a_batch():
+    whole = batch([[2] * 6], [[0, 1, 0, 1, 0, 1]])
+
+    def retracting(*samples: int) -> Batch:
+        segments = [Segment(0, 2, "0", "s", retracted=index in samples) for index in range(6)]
+        pairs = zip(whole.rollouts, segments, strict=True)
+        return replace(whole, rollouts=tuple(replace(one, segments=(s,)) for one, s in pairs))
+
+    def samples(part: Batch) -> list[int]:
+        return [one.sample for one in part.rollouts]
+
+    some, nothing = retracting(0, 3), retracting(*range(6))
+    assert samples(some.sample_evenly(2)) == [1, 4]
+    assert samples(some.holdout_of(2)) == [2, 5]
+    assert samples(some.holdout_of(9)) == samples(some.sample_evenly(9)) == [1, 2, 4, 5]
+    assert nothing.sample_evenly(2).segments == nothing.holdout_of(2).segments == []
+    # If all responses were retracted, nothing is measured and the adapter is not trained.
+    config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
+    learner, schedule = Learner(config, Any, adapter=Any), BudgetSchedule.fixed(48)
+    assert learner.acceptance(nothing, schedule) is None
+    assert learner.distill(nothing, schedule) == {}

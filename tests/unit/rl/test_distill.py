@@ -1,7 +1,6 @@
 """DistillSparse: divergences against float64 loops, and what an adapter step moves."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +10,9 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import entropy
 
 from sparrow_sglang.rl import distill
-from sparrow_sglang.rl.advantages import Advantages
-from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter, top_k_kl
-from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
-from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
 
 def logits_of_both(policy, adapted=nullcontext, gradients=False):
@@ -128,61 +122,6 @@ def test_the_gradient_is_that_of_the_squared_gap_of_the_whole_step(
     largest = max(float(one.abs().max()) for one in expected)
     for found, one in zip(gradients, expected, strict=True):
         torch.testing.assert_close(found, one, atol=1e-5 * largest, rtol=1e-4)
-
-
-def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
-    lengths = [3, 1, 4, 2, 5]
-    groups = []
-    for index, length in enumerate(lengths):
-        prompt = Prompt(f"{index}", "test", (index + 1,))
-        # Log-probs tell which response and token they are of, and advantages which response.
-        logprobs = -index - np.arange(length) / 10
-        rollout = Rollout(
-            f"{index}", 0, (index + 1,), (9,) * length, logprobs, "stop", "0", "fixed-48", ""
-        )
-        groups.append(Group(prompt, (rollout,)))
-    values = tuple(np.array([float(index)]) for index in range(5))
-    batch = Batch.of(
-        groups, Advantages(values, tuple(np.full(len(v), i % 2 == 0) for i, v in enumerate(values)))
-    )
-    part = batch.sample_evenly(3)
-    chosen = [rollout.prompt_ids[0] - 1 for rollout in part.rollouts]
-    assert chosen == [0, 1, 3] and part.lengths == [3, 1, 2]
-    assert part.rollouts == tuple(batch.rollouts[index] for index in chosen)
-    assert part.advantages.tolist() == [0, 0, 0, 1, 3, 3]
-    torch.testing.assert_close(part.rollout_logprobs, torch.tensor([0, -0.1, -0.2, -1, -3, -3.1]))
-    assert part.group.tolist() == chosen and part.in_loss.tolist() == [True, False, False]
-    assert batch.sample_evenly(9).rollouts == batch.rollouts
-
-
-def test_retracted_responses_are_in_no_part_of_a_batch():
-    def batch(retracted: set[int]) -> Batch:
-        groups = []
-        for index in range(6):
-            segments = (Segment(0, 2, "0", "fixed-48", 0, index in retracted),)
-            one = Rollout(
-                f"{index}", 0, (index,), (9, 9), np.zeros(2), "stop", "0", "s", "", segments
-            )
-            groups.append(Group(Prompt(f"{index}", "test", (index,)), (one,)))
-        return Batch.of(groups, Advantages((np.zeros(1),) * 6, (np.ones(1, bool),) * 6))
-
-    def names(part: Batch) -> list[int]:
-        return [rollout.prompt_ids[0] for rollout in part.rollouts]
-
-    part = batch({0, 3})
-    assert names(part.sample_evenly(2)) == [1, 4]
-    assert names(part.holdout_of(2)) == [2, 5]
-    assert names(part.holdout_of(9)) == names(part.sample_evenly(9)) == [1, 2, 4, 5]
-    # The policy still learns from the whole batch.
-    assert len(part.rollouts) == 6
-    everything = batch(set(range(6)))
-    assert everything.sample_evenly(2).segments == everything.holdout_of(2).segments == []
-    # If all responses were retracted, nothing is measured and the adapter is not trained.
-    config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
-    nothing: Any = object()
-    learner = Learner(config, nothing, adapter=nothing)
-    assert learner.acceptance(everything, SCHEDULE) is None
-    assert learner.distill(everything, SCHEDULE) == {}
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.4])
