@@ -17,11 +17,13 @@ from engines import (
     flush,
     last_of,
     random_prompt,
+    require_whole_pool,
     save_tiny_model,
     start_engine,
     start_request,
     weight_updates,
 )
+from oracle import FP32, logprobs_of
 from safetensors.torch import load_file
 from sampled_answers import SETTINGS, SampledAnswers
 from varied_drafts import vary_drafts
@@ -39,7 +41,6 @@ from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
-FP32 = 2e-4
 RUN = passes.run
 DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
 POOL = {
@@ -50,12 +51,6 @@ POOL = {
     "schedule_conservativeness": 0.01,
     "context_length": 512,
 }
-
-
-def require_whole_pool(scheduler: Any) -> None:
-    """Runs in the scheduler."""
-    free = scheduler.token_to_kv_pool_allocator.available_size()
-    assert free == scheduler.max_total_num_tokens
 
 
 def measure(worker: Any) -> None:
@@ -146,11 +141,7 @@ def test_greedy_answers_and_logprobs_are_those_of_stock_sglang(lossless: Any, st
                 [[p for p, *_ in row] for row in stocks],
                 atol=FP32,
             )
-        np.testing.assert_allclose(
-            [p for p, *_ in a["output_token_logprobs"]],
-            [p for p, *_ in b["output_token_logprobs"]],
-            atol=FP32,
-        )
+        np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=FP32)
 
 
 def test_stop_tokens_and_lengths_end_an_answer_within_a_round(lossless: Any, stock: Any) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import flush, last_of, random_prompt, start_engine, start_request
+from engines import (
+    flush,
+    last_of,
+    random_prompt,
+    require_whole_pool,
+    start_engine,
+    start_request,
+)
 from oracle import FP32, ContractModel
 
 PAGE = 16
@@ -39,13 +46,6 @@ def engine_of(model: str, backend: str, adapter: str) -> Any:
         lora_paths={"adapter": adapter},
         **schedule,
     )
-
-
-def require_whole_pool(scheduler: Any) -> None:
-    """Runs in the scheduler."""
-    free = scheduler.token_to_kv_pool_allocator.available_size()
-    size = scheduler.max_total_num_tokens
-    assert free == size, f"{size - free} tokens of the pool are still in use"
 
 
 @pytest.fixture(scope="module")

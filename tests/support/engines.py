@@ -234,6 +234,13 @@ def flush(engine: Any) -> None:
     wait_until(lambda: engine.flush_cache().success)
 
 
+def require_whole_pool(scheduler: Any) -> None:
+    """Runs in the scheduler."""
+    free = scheduler.token_to_kv_pool_allocator.available_size()
+    size = scheduler.max_total_num_tokens
+    assert free == size, f"{size - free} tokens of the pool are still in use"
+
+
 @contextmanager
 def weight_updates(engine: Any) -> Iterator[None]:
     """A context in which weights may be loaded; SGLang requires it from 0.5.22 on."""
