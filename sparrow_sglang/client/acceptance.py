@@ -1,6 +1,8 @@
-"""Dense log-probs and acceptance of sequences, on the server that generated them sparsely.
+"""Dense log-probs and mean acceptance of sequences, on the server that generated them sparsely.
 
-For training loops other than ours.
+For training loops other than ours. Prefill is dense, so a request that prefills prompt and response
+gives the dense log-probs of the weights that generated them. Exact rates, and their tails, come
+from the server's own audit.
 """
 
 import uuid
@@ -9,26 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.mismatch.acceptance import (
-    AcceptanceBounds,
-    SampledMean,
-    acceptance_bounds,
-    mean_acceptance_from_samples,
-)
-from sparrow_sglang.mismatch.scores import (
-    TOP_K,
-    DenseScores,
-    SparseScores,
-    dense_scores,
-    recorded_scores,
-    scoring_request,
-)
-from sparrow_sglang.mismatch.tail import TailStatistics
-from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
+from sparrow_sglang.mismatch.acceptance import SampledMean, mean_acceptance_from_samples
+from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
 from sparrow_sglang.schedule import BudgetSchedule
 
 BATCH_TOKENS = 65536
@@ -37,10 +25,16 @@ BATCH_TOKENS = 65536
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
+@dataclass(frozen=True)
+class DenseScores:
+    """Natural log-probs [T] of a response's tokens under full attention."""
+
+    logprobs: NDArray[np.float64]
+
+
 def score_dense(
     target: Any,
     sequences: Sequences,
-    top_k: int = TOP_K,
     lora_path: str | None = None,
     *,
     api_key: str | None = None,
@@ -53,11 +47,9 @@ def score_dense(
     no cached KV, which sparse decode may have written, can enter the result; the cost is that the
     prompts are prefilled again.
 
-    Raises `ValueError` on an empty prompt or response and `top_k` below 1, `EndpointError` if the
-    server refuses a sequence or is gone.
+    Raises `ValueError` on an empty prompt or response, `EndpointError` if the server refuses a
+    sequence or is gone.
     """
-    if top_k < 1:
-        raise ValueError(f"top_k={top_k}: expected 1 or more")
     for index, (prompt, response) in enumerate(sequences):
         if not len(prompt) or not len(response):
             raise ValueError(f"sequences[{index}]: expected a prompt and a response, neither empty")
@@ -66,13 +58,37 @@ def score_dense(
     scores = []
     for batch in _batches(sequences):
         answers = endpoint.generate(
-            [scoring_request(*sequence, top_k, namespace, lora_path) for sequence in batch]
+            [
+                {
+                    "input_ids": [int(token) for token in (*prompt, *response)],
+                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": len(prompt) - 1,
+                    "extra_key": namespace,
+                    "lora_path": lora_path,
+                    "log_metrics": False,
+                }
+                for prompt, response in batch
+            ]
         )
         scores += [
             dense_scores(answer, response)
             for answer, (_, response) in zip(answers, batch, strict=True)
         ]
     return scores
+
+
+def dense_scores(answer: Mapping[str, Any], response: Sequence[int]) -> DenseScores:
+    """Raises `ValueError` if the answer is not about exactly these response tokens."""
+    # The first entry is the prompt's last token, for which SGLang gives no log-prob.
+    entries = answer["meta_info"]["input_token_logprobs"][1:]
+    # SGLang reports the vocabulary's last token as id 0 here, with the right log-prob.
+    same = [entry[1] in (int(token), 0) for entry, token in zip(entries, response, strict=False)]
+    if len(entries) != len(response) or not all(same):
+        raise ValueError(
+            f"the server scored {len(entries)} tokens: expected the response's {len(response)}"
+        )
+    return DenseScores(np.array([entry[0] for entry in entries], dtype=np.float64))
 
 
 def _batches(sequences: Sequences) -> Iterator[Sequences]:
@@ -89,28 +105,17 @@ def _batches(sequences: Sequences) -> Iterator[Sequences]:
 
 @dataclass(frozen=True)
 class BatchAcceptance:
-    """How far the rollouts of a batch are from what the dense policy would have sampled.
-
-    Means and tails are over the tokens that were decoded sparsely, see `token_bins`.
-
-    Attributes:
-        mean: unbiased if the tokens were sampled at temperature 1 without truncation. None if no
-            token was decoded sparsely.
-        bounds: those of each token's rate, [T] per sequence; None without top-k lists.
-        lower, upper: tails of the bounds, which enclose the true tail of a bin; None as `bounds`.
-    """
+    """How far the rollouts of a batch are from what the dense policy would have sampled. `mean` is
+    over the tokens that were decoded sparsely, see `token_bins`; None if there are none."""
 
     mean: SampledMean | None
     dense: list[DenseScores]
-    bounds: list[AcceptanceBounds] | None
-    lower: TailStatistics | None
-    upper: TailStatistics | None
 
 
 def measure_acceptance(
     target: Any,
     sequences: Sequences,
-    rollouts: Sequence[Mapping[str, Any] | SparseScores | ArrayLike],
+    rollouts: Sequence[Mapping[str, Any] | ArrayLike],
     *,
     schedule: BudgetSchedule | None = None,
     lora_path: str | None = None,
@@ -119,14 +124,12 @@ def measure_acceptance(
     """Score `sequences` densely on the server that sampled them, and compare.
 
     Call it before the weights change. `target`, `sequences` and `api_key` are as in `score_dense`;
-    each response came from one request. For confidence intervals, tokens of equal prompts count as
-    one group, as samples of one prompt resemble each other.
+    each response came from one request.
 
     Args:
         rollouts: per sequence, what its sampler recorded at temperature 1 without truncation: the
-            answer of `Engine.generate` or /generate to a request with `return_logprob` and
-            `top_logprobs_num=20`; `SparseScores`; or, for the mean only, the log-probs [T] of the
-            response's tokens. All with top-k lists, or all without.
+            log-probs [T] of the response's tokens, or the answer of `Engine.generate` or /generate
+            to a request with `return_logprob`.
         schedule: the one that the responses were decoded under; None asks the server for its
             active one, for which `api_key` must be that of `get_schedule`.
         lora_path: adapter to score with; None is the base model, which is what a rollout under a
@@ -138,35 +141,23 @@ def measure_acceptance(
         raise ValueError(
             f"{len(sequences)} sequences, {len(rollouts)} rollouts: expected as many, 1 or more"
         )
-    recorded = [
-        recorded_scores(rollout) if isinstance(rollout, Mapping) else rollout
-        for rollout in rollouts
-    ]
-    sampled = [np.asarray(getattr(scores, "logprobs", scores), np.float64) for scores in recorded]
+    sampled = [_recorded(rollout) for rollout in rollouts]
     for index, (logprobs, (_, response)) in enumerate(zip(sampled, sequences, strict=True)):
         if logprobs.shape != (len(response),):
             raise ValueError(
                 f"rollouts[{index}]: log-probs {logprobs.shape}: expected [{len(response)}]"
             )
-    listed = [scores for scores in recorded if isinstance(scores, SparseScores)]
-    if listed and len(listed) < len(recorded):
-        raise ValueError(f"rollouts: {len(listed)} have top-k lists: expected all or none")
     active = get_schedule(target, api_key=api_key) if schedule is None else schedule
-    dense = score_dense(target, sequences, TOP_K, lora_path, api_key=api_key)
+    dense = score_dense(target, sequences, lora_path, api_key=api_key)
     bins = [token_bins(active, len(prompt), len(response)) for prompt, response in sequences]
     counted = np.concatenate(bins) != NOT_COUNTED
     left = np.concatenate(sampled)[counted]
     right = np.concatenate([scores.logprobs for scores in dense])[counted]
     mean = mean_acceptance_from_samples(left, right) if counted.any() else None
-    if not listed:
-        return BatchAcceptance(mean, dense, None, None, None)
-    bounds = [
-        acceptance_bounds(left.top_ids, left.top_logprobs, right.top_ids, right.top_logprobs)
-        for left, right in zip(listed, dense, strict=True)
-    ]
-    lower, upper = (TailStatistics(tail_bin_tokens(active)) for _ in range(2))
-    for (prompt, _), of_tokens, bound in zip(sequences, bins, bounds, strict=True):
-        cluster = ",".join(map(str, prompt))
-        lower.add(cluster, of_tokens, bound.lower)
-        upper.add(cluster, of_tokens, bound.upper)
-    return BatchAcceptance(mean, dense, bounds, lower, upper)
+    return BatchAcceptance(mean, dense)
+
+
+def _recorded(rollout: Mapping[str, Any] | ArrayLike) -> NDArray[np.float64]:
+    if isinstance(rollout, Mapping):
+        rollout = [value for value, *_ in rollout["meta_info"].get("output_token_logprobs") or []]
+    return np.asarray(rollout, np.float64)

@@ -4,23 +4,15 @@ Imports torch only where a function needs it, SGLang never.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
     import torch
 
 _ROWS = 1024
-_PAIRS = 2**22
-
-
-class AcceptanceBounds(NamedTuple):
-    """Lower and upper bound of the acceptance rate per position, both float64 [T]."""
-
-    lower: NDArray[np.float64]
-    upper: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -75,42 +67,6 @@ def acceptance_rate(
     return alpha.clamp_(max=1.0)
 
 
-def acceptance_bounds(
-    sparse_ids: ArrayLike,
-    sparse_logprobs: ArrayLike,
-    dense_ids: ArrayLike,
-    dense_logprobs: ArrayLike,
-) -> AcceptanceBounds:
-    """What the most likely tokens of each side say about the acceptance rate.
-
-    Ids and natural log-probs are [T, k]; k may differ between the sides. Each list must hold the k
-    *most likely* tokens: a sampled token appended to it would make the upper bound wrong. Both
-    sides must be at the sampling temperature and untruncated.
-
-    The lower bound counts the tokens in both lists. For the upper bound, let rest be the mass
-    outside a list and floor its smallest listed probability, which no unlisted token exceeds. A
-    token that only one list names adds at most min(its probability, the other side's floor), all
-    of them together at most the other side's rest; tokens in neither list add at most what either
-    rest has left. No smaller bound holds for all distributions that have these lists.
-
-    Raises `ValueError` on shapes that do not fit and on an id that a list names twice.
-    """
-    sparse = _as_lists("sparse", sparse_ids, sparse_logprobs)
-    dense = _as_lists("dense", dense_ids, dense_logprobs)
-    if len(sparse[0]) != len(dense[0]):
-        raise ValueError(
-            f"sparse_ids {len(sparse[0])}, dense_ids {len(dense[0])}: expected as many"
-        )
-    lower, upper = np.empty(len(sparse[0])), np.empty(len(sparse[0]))
-    rows = max(1, _PAIRS // (sparse[0].shape[1] * dense[0].shape[1]))
-    for start in range(0, len(lower), rows):
-        block = slice(start, start + rows)
-        lower[block], upper[block] = _bounds_of_block(
-            sparse[0][block], sparse[1][block], dense[0][block], dense[1][block]
-        )
-    return AcceptanceBounds(lower, upper)
-
-
 def mean_acceptance_from_samples(
     sparse_logprobs: ArrayLike, dense_logprobs: ArrayLike
 ) -> SampledMean:
@@ -145,42 +101,3 @@ def _log_normaliser(
         scaled = (logits[:, chunk].float() - top) / temperature
         total += scaled.exp().sum(1, keepdim=True)
     return total.log()
-
-
-def _as_lists(
-    side: str, ids: ArrayLike, logprobs: ArrayLike
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    tokens = np.asarray(ids, dtype=np.int64)
-    probs = np.exp(np.asarray(logprobs, dtype=np.float64))
-    if tokens.ndim != 2 or tokens.shape != probs.shape or not tokens.shape[1]:
-        raise ValueError(
-            f"{side}_ids {tokens.shape}, {side}_logprobs {probs.shape}: expected [T, k] for both"
-        )
-    # A probability of 1 may round to a log-prob just above 0.
-    if not (probs <= 1 + 1e-3).all():
-        raise ValueError(f"{side}_logprobs: expected natural log-probs, not logits or NaN")
-    ordered = np.sort(tokens, axis=1)
-    if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise ValueError(f"{side}_ids: expected distinct ids per position, the most likely ones")
-    return tokens, probs
-
-
-def _bounds_of_block(
-    sparse_ids: NDArray[np.int64],
-    sparse: NDArray[np.float64],
-    dense_ids: NDArray[np.int64],
-    dense: NDArray[np.float64],
-) -> AcceptanceBounds:
-    same = sparse_ids[:, :, None] == dense_ids[:, None, :]
-    matched = np.minimum(sparse[:, :, None], dense[:, None, :])
-    lower = np.where(same, matched, 0.0).sum(axis=(1, 2))
-
-    sparse_rest = np.maximum(0.0, 1.0 - sparse.sum(axis=1))
-    dense_rest = np.maximum(0.0, 1.0 - dense.sum(axis=1))
-    sparse_floor, dense_floor = sparse.min(axis=1), dense.min(axis=1)
-    only_sparse = np.where(same.any(axis=2), 0.0, np.minimum(sparse, dense_floor[:, None]))
-    only_dense = np.where(same.any(axis=1), 0.0, np.minimum(dense, sparse_floor[:, None]))
-    from_sparse = np.minimum(only_sparse.sum(axis=1), dense_rest)
-    from_dense = np.minimum(only_dense.sum(axis=1), sparse_rest)
-    extra = np.minimum(from_dense + dense_rest, from_sparse + sparse_rest)
-    return AcceptanceBounds(np.minimum(lower, 1.0), np.minimum(lower + extra, 1.0))

@@ -58,9 +58,8 @@ class TailStatistics:
     def add(self, cluster: str, bins: ArrayLike, alpha: ArrayLike) -> None:
         """Count the tokens of one response; `cluster` names its prompt.
 
-        `bins` [T] are those of `token_bins`; `alpha` [T] are acceptance rates, exact or bounds, but
-        one kind in one instance. Raises `ValueError` if lengths differ, a bin is below -1 or a rate
-        is outside [0, 1].
+        `bins` [T] are those of `token_bins`; `alpha` [T] are acceptance rates. Raises `ValueError`
+        if lengths differ, a bin is below -1 or a rate is outside [0, 1].
         """
         rates = _checked_alpha(alpha)
         of_tokens = np.asarray(bins, dtype=np.int64)
