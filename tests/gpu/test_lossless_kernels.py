@@ -19,9 +19,8 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
-def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def seeded() -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(acceptance, "_kernels_for", lambda _: kernels)
 
 
 @triton.jit
@@ -49,9 +48,9 @@ def drawn_logits(*shape: int, device: str) -> torch.Tensor:
     return logits[..., : shape[-1]]
 
 
-def drafts_of(info: Any, k: int, vocabulary: int) -> acceptance.Drafts:
+def drafts_of(info: Any, k: int, vocabulary: int) -> kernels.KernelDrafts:
     latest = torch.zeros(len(info.top_ks), dtype=torch.int64, device=info.top_ks.device)
-    return acceptance.Drafts(latest, k, vocabulary, info)
+    return kernels.KernelDrafts(latest, k, vocabulary, info)
 
 
 def test_clocks_are_exponential(device: str) -> None:

@@ -3,12 +3,11 @@
 A draft x, sampled from q, is accepted with probability min(1, p(x) / q(x)), where p is the dense
 distribution; after the first rejection a token is drawn from max(p - q, 0), normalised. The tokens
 then have exactly the distribution p, whatever q is (arXiv 2302.01318, 2211.17192), so q may be
-restricted to some of the vocabulary. The torch code is the definition; on a GPU `kernels.py` does
-the same in a few kernels. Nothing here waits for the device.
+restricted to some of the vocabulary. `kernels.py` does the same. Nothing waits for the device.
 B is the number of requests, k that of drafts, V the vocabulary, G the groups of candidates.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -41,15 +40,6 @@ class Outcome(NamedTuple):
         return tokens.roll(-1, 1).scatter_(1, self.accepted[:, None], self.bonus[:, None])
 
 
-def _kernels_for(logits: torch.Tensor) -> Any:
-    """The kernels, unless the definition runs."""
-    if not logits.is_cuda:
-        return None
-    from sparrow_sglang.plugin.lossless import kernels
-
-    return kernels
-
-
 def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
     """The distributions from which requests sample, in fp32, of `logits`' shape.
 
@@ -61,7 +51,7 @@ def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tenso
     flat = logits.reshape(-1, logits.shape[-1])
     rows = len(flat) // len(logits)
     probs = torch.softmax(flat.float() / info.temperatures.repeat_interleave(rows, 0), dim=-1)
-    if _truncates(info):
+    if truncates(info):
         probs = _truncated(probs, info, rows)
     if info.is_any_greedy:
         greedy = info.top_ks.repeat_interleave(rows)[:, None] <= 1
@@ -70,8 +60,8 @@ def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tenso
     return probs.view(logits.shape)
 
 
-def _truncates(info: "SamplingBatchInfo") -> bool:
-    # SGLang counts a greedy request among those that need top-k.
+def truncates(info: "SamplingBatchInfo") -> bool:
+    """Whether requests use top-k, top-p or min-p. SGLang counts the 1 of greedy ones, too."""
     return not info.is_all_greedy and (
         info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
     )
@@ -126,22 +116,16 @@ class Drafts:
         ids: [B, k, G] int32, the candidates of each draft.
         q: [B, k, G] fp32, their probabilities; all other tokens have none.
         count: drafts until now.
-        temperatures: [B] fp32, for the kernels: -1 for greedy requests, and 1 in a batch whose
-            probabilities are truncated before, and handed over as logits.
     """
 
     def __init__(
         self, latest: torch.Tensor, k: int, vocabulary: int, info: "SamplingBatchInfo"
     ) -> None:
         shape, device = (len(latest), k, min(MAX_GROUPS, vocabulary)), latest.device
-        self.count, self.info, self.truncates = 0, info, _truncates(info)
-        positive = 1.0 if self.truncates else info.temperatures[:, 0]
-        self.temperatures = torch.where(info.top_ks > 1, positive, -1.0)
+        self.count, self.info = 0, info
         self.tokens = latest.repeat(k + 1, 1)
         self.ids = torch.empty(shape, dtype=torch.int32, device=device)
         self.q = torch.empty(shape, device=device)
-        # Keys of the kernels' random numbers: for drafts, acceptance, and the token after them.
-        self.seeds = torch.empty(3, dtype=torch.int64, device=device).random_()
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Sample the next draft of each request from the logits [B, V] of a sparse step.
@@ -149,13 +133,10 @@ class Drafts:
         Returns its row of `tokens`, which may be written.
         """
         number, self.count = self.count, self.count + 1
-        if kernels := _kernels_for(logits):
-            kernels.sample(self, number, logits)
-        else:
-            best, ids = candidates(logits)
-            self.ids[:, number] = ids
-            self.q[:, number] = q = distribution(best, self.info)
-            self.tokens[number + 1] = ids.gather(1, sample(q)[:, None]).squeeze(1)
+        best, ids = candidates(logits)
+        self.ids[:, number] = ids
+        self.q[:, number] = q = distribution(best, self.info)
+        self.tokens[number + 1] = ids.gather(1, sample(q)[:, None]).squeeze(1)
         return self.tokens[number + 1]
 
     def verify(self, logits: torch.Tensor) -> Outcome:
@@ -165,11 +146,9 @@ class Drafts:
         last draft are ignored.
         """
         count = self.count
-        logits = logits[:, : count + 1]
-        if kernels := _kernels_for(logits):
-            return kernels.accept(self, logits)
+        p = distribution(logits[:, : count + 1], self.info)
         tokens, ids, q = self.tokens[1 : count + 1].T, self.ids[:, :count], self.q[:, :count]
-        return accept(tokens, ids.long(), q, distribution(logits, self.info))
+        return accept(tokens, ids.long(), q, p)
 
 
 def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:

@@ -1,19 +1,23 @@
 """Kernels of a round's sampling, which `acceptance.py` defines.
 
-B is the number of requests, k that of drafts of which `count` are drafted, V the vocabulary, G the
-groups of candidates. Probabilities are computed where they are needed, from logits and the maximum
-and sum of their row. Numbers between kernels are fp32, which holds tokens exactly:
+Probabilities are computed where they are needed, from logits and the maximum and sum of their row.
+Numbers between kernels are fp32, which holds tokens exactly:
 - of a chunk of a row of logits: maximum, sum of exponentials, first token with the maximum;
 - of a row: maximum, sum, best token of a greedy request or -1, whether the draft after it is
   accepted. The sum is infinite in a greedy request, whose temperature is -1;
 - of a chunk of the row to draw from: the largest ratio of residual and clock, and its token.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.plugin.lossless import acceptance
+from sparrow_sglang.plugin.lossless.acceptance import Drafts, Outcome, distribution, truncates
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 _CHUNK = 8192  # tokens of a row that a program reads
 
@@ -221,45 +225,63 @@ def _residual_kernel(
     tl.store(out + 1, _first_where(mask & (ratio == first), token, V).to(tl.float32))
 
 
-def sample(drafts: acceptance.Drafts, number: int, logits: torch.Tensor) -> None:
-    """Sample draft `number` of each request from `logits` [B, V], as `Drafts.sample` does."""
-    ids, q, tokens = drafts.ids[:, number], drafts.q[:, number], drafts.tokens[number + 1]
-    (batch, vocabulary), groups, block = logits.shape, q.shape[1], 64
-    assert logits.stride(1) == 1 and q.stride() == ids.stride()
-    sizes = {"V": vocabulary, "G": groups}
-    members, width = map(triton.next_power_of_2, (triton.cdiv(vocabulary, groups), groups))
-    strides = logits.stride(0), q.stride(0)
-    _group_kernel[(triton.cdiv(groups, block), batch)](
-        logits, q, ids, *strides, **sizes, MEMBERS=members, BLOCK=block, num_warps=4
-    )
-    if drafts.truncates:
-        q.copy_(acceptance.distribution(q, drafts.info).log_())
-    tensors = q, ids, tokens, drafts.temperatures, drafts.seeds
-    _sample_kernel[(batch,)](*tensors, number, q.stride(0), **sizes, WIDTH=width, num_warps=8)
+class KernelDrafts(Drafts):
+    """Samples and accepts by kernels."""
 
+    def __init__(
+        self, latest: torch.Tensor, k: int, vocabulary: int, info: "SamplingBatchInfo"
+    ) -> None:
+        super().__init__(latest, k, vocabulary, info)
+        self._truncates = truncates(info)
+        # Truncated probabilities are handed over as logits.
+        positive = 1.0 if self._truncates else info.temperatures[:, 0]
+        self._temperatures = torch.where(info.top_ks > 1, positive, -1.0)
+        # Keys of the random numbers: for drafts, acceptance, and the token after them.
+        self.seeds = torch.empty(3, dtype=torch.int64, device=latest.device).random_()
 
-def accept(drafts: acceptance.Drafts, logits: torch.Tensor) -> acceptance.Outcome:
-    """As `Drafts.verify` of `logits` [B, count + 1, V]."""
-    if drafts.truncates:
-        logits = acceptance.distribution(logits, drafts.info).log_()
-    batch, rows, vocabulary = logits.shape
-    groups, chunks = drafts.q.shape[2], triton.cdiv(vocabulary, _CHUNK)
-    width, chunk_width, row_width = map(triton.next_power_of_2, (groups, chunks, rows))
-    assert logits.stride(2) == 1 and drafts.q.is_contiguous() and drafts.ids.is_contiguous()
-    of_chunks = torch.empty(batch, rows, chunks, 3, device=logits.device)
-    of_rows = torch.empty(batch, rows, 4, device=logits.device)
-    arrivals = torch.empty(batch, chunks, 2, device=logits.device)
-    accepted = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    dense = logits, drafts.temperatures, logits.stride(0), logits.stride(1)
-    drafted = drafts.seeds, drafts.ids, drafts.q, drafts.q.stride(0)
-    _chunk_kernel[(chunks, rows, batch)](*dense, of_chunks, V=vocabulary, CHUNK=_CHUNK, num_warps=8)
-    sizes = {"V": vocabulary, "G": groups, "num_warps": 8}
-    judged = drafts.tokens, of_chunks, of_rows, chunks
-    _judge_kernel[(rows, batch)](
-        *dense, *drafted, *judged, **sizes, WIDTH=width, CHUNKS=chunk_width
-    )
-    drawn, widths = (of_rows, arrivals, accepted, rows - 1), {"CHUNK": _CHUNK, "ROWS": row_width}
-    _residual_kernel[(chunks, batch)](*dense, *drafted, *drawn, **sizes, **widths)
-    ratios, tokens = arrivals.unbind(2)
-    bonus = tokens.gather(1, ratios.argmax(1, keepdim=True))[:, 0].long()
-    return acceptance.Outcome(accepted, bonus)
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        number, self.count = self.count, self.count + 1
+        ids, q, tokens = self.ids[:, number], self.q[:, number], self.tokens[number + 1]
+        (batch, vocabulary), groups, block = logits.shape, q.shape[1], 64
+        assert logits.stride(1) == 1 and q.stride() == ids.stride()
+        sizes = {"V": vocabulary, "G": groups}
+        members, width = map(triton.next_power_of_2, (triton.cdiv(vocabulary, groups), groups))
+        strides = logits.stride(0), q.stride(0)
+        _group_kernel[(triton.cdiv(groups, block), batch)](
+            logits, q, ids, *strides, **sizes, MEMBERS=members, BLOCK=block, num_warps=4
+        )
+        if self._truncates:
+            q.copy_(distribution(q, self.info).log_())
+        tensors = q, ids, tokens, self._temperatures, self.seeds
+        _sample_kernel[(batch,)](*tensors, number, q.stride(0), **sizes, WIDTH=width, num_warps=8)
+        return tokens
+
+    def verify(self, logits: torch.Tensor) -> Outcome:
+        logits = logits[:, : self.count + 1]
+        if self._truncates:
+            logits = distribution(logits, self.info).log_()
+        batch, rows, vocabulary = logits.shape
+        groups, chunks = self.q.shape[2], triton.cdiv(vocabulary, _CHUNK)
+        width, chunk_width, row_width = map(triton.next_power_of_2, (groups, chunks, rows))
+        assert logits.stride(2) == 1 and self.q.is_contiguous() and self.ids.is_contiguous()
+        of_chunks = torch.empty(batch, rows, chunks, 3, device=logits.device)
+        of_rows = torch.empty(batch, rows, 4, device=logits.device)
+        arrivals = torch.empty(batch, chunks, 2, device=logits.device)
+        accepted = torch.empty(batch, dtype=torch.int64, device=logits.device)
+        dense = logits, self._temperatures, logits.stride(0), logits.stride(1)
+        drafted = self.seeds, self.ids, self.q, self.q.stride(0)
+        _chunk_kernel[(chunks, rows, batch)](
+            *dense, of_chunks, V=vocabulary, CHUNK=_CHUNK, num_warps=8
+        )
+        sizes = {"V": vocabulary, "G": groups, "num_warps": 8}
+        judged = self.tokens, of_chunks, of_rows, chunks
+        _judge_kernel[(rows, batch)](
+            *dense, *drafted, *judged, **sizes, WIDTH=width, CHUNKS=chunk_width
+        )
+        drawn = of_rows, arrivals, accepted, rows - 1
+        _residual_kernel[(chunks, batch)](
+            *dense, *drafted, *drawn, **sizes, CHUNK=_CHUNK, ROWS=row_width
+        )
+        ratios, tokens = arrivals.unbind(2)
+        bonus = tokens.gather(1, ratios.argmax(1, keepdim=True))[:, 0].long()
+        return Outcome(accepted, bonus)

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -14,13 +15,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.plugin import passes
 from sparrow_sglang.plugin.dense_steps import DecodeGraphs
-from sparrow_sglang.plugin.lossless import acceptance
-from sparrow_sglang.plugin.lossless.algorithm import RoundState
+from sparrow_sglang.plugin.lossless import acceptance, kernels
 from sparrow_sglang.plugin.lossless.pace import Costs, Pace
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
@@ -40,6 +40,42 @@ class VerifyGraphs(DecodeCudaGraphRunner):
         # as a verification, it would write KV to stale slots.
         verifies = forward_batch.forward_mode.is_target_verify()
         return verifies and bool(super().can_run_graph(forward_batch))
+
+
+@dataclass
+class RoundState(SpecInput):
+    """What a request carries from round to round.
+
+    Attributes:
+        bonus_tokens: [B], the latest token of each request, whose KV is not written yet.
+        new_seq_lens: [B], tokens whose KV is.
+        future_indices: [B], rows of SGLang's relay that hold both while a round is in flight.
+    """
+
+    bonus_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor
+    future_indices: torch.Tensor | None = None
+    # The relay reads these.
+    topk_p: ClassVar[None] = None
+    topk_index: ClassVar[None] = None
+    hidden_states: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        # A type that no forward pass runs on.
+        super().__init__(SpecInputType.PP_SPEC_RELAY)
+        self.num_tokens_per_req = self.num_tokens_for_logprob_per_req = 1
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: Any = None) -> None:
+        for name in self._carried():
+            setattr(self, name, getattr(self, name)[new_indices])
+
+    def merge_batch(self, other: "RoundState") -> None:
+        for name in self._carried():
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+
+    def _carried(self) -> tuple[str, ...]:
+        in_flight = self.future_indices is not None
+        return ("future_indices",) if in_flight else ("bonus_tokens", "new_seq_lens")
 
 
 class LosslessWorker(BaseSpecWorker):
@@ -160,7 +196,8 @@ class LosslessWorker(BaseSpecWorker):
         # Past the context no token is returned, and some models have no rotary angles.
         positions = positions.clamp(max=config.context_len - 1)
         latest, known = batch.spec_info.bonus_tokens.reshape(-1).long(), batch.seq_lens_cpu
-        drafts = acceptance.Drafts(latest, self._width - 1, config.vocab_size, batch.sampling_info)
+        drafting = kernels.KernelDrafts if latest.is_cuda else acceptance.Drafts
+        drafts = drafting(latest, self._width - 1, config.vocab_size, batch.sampling_info)
 
         def decode(number: int) -> Any:
             """The decode step after the latest token and `number` drafts."""
