@@ -31,13 +31,13 @@ def test_hostile_expressions_earn_0_soon() -> None:
     towers = [r"9^{9^{9^9}}", "1000000!", "(x+1)^{100000}", r"\binom{1000000}{500000}"]
     towers += [r"((((2^{9})^{9})^{9})^{9})^{9}", r"\prod_{k=1}^{1000000} k", "1" + "0" * 5000]
     math.reward(Prompt("p", "math", (1,), {"answer": "1"}), r"\boxed{2}")
-    before = time.process_time()
+    before = time.monotonic()
     # The library expands the last pair for minutes.
     pairs = [*(("1", tower) for tower in towers), ("(x+y+z)^{200}", "(x+y+z+1)^{200}")]
     for expected, given in pairs:
         prompt = Prompt("p", "math", (1,), {"answer": expected})
         assert math.reward(prompt, rf"\boxed{{{given}}}") == 0
-    assert time.process_time() - before < 40
+    assert time.monotonic() - before < 20
 
 
 def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
