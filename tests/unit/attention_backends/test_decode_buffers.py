@@ -148,6 +148,7 @@ class TestMemory:
         ) -> int | None:
             arguments = {
                 "attention_backend": backend,
+                "sparrow_audit_rate": 0.0,
                 "prefill_attention_backend": None,
                 "decode_attention_backend": None,
                 "sparrow_schedule": "fixed-512",
@@ -168,6 +169,8 @@ class TestMemory:
                 model_config=SimpleNamespace(
                     hf_config={"num_hidden_layers": 64},
                     head_dim=128,
+                    hidden_size=5120,
+                    dtype=torch.bfloat16,
                     num_attention_heads=64,
                     context_len=262_144,
                     get_num_kv_heads=lambda tp_size: 16 // tp_size,
