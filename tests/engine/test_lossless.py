@@ -42,6 +42,7 @@ from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 RUN = passes.run
+EXPERTS = mock.Mock()
 DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
 POOL = {
     "chunked_prefill_size": 64,
@@ -74,7 +75,16 @@ def run_within_context(runner: Any, *arguments: Any) -> Any:
     """Some models have no rotary angles past the context."""
     *_, positions, _ = arguments
     assert int(positions.max()) < runner.model_config.context_len
-    return RUN(runner, *arguments)
+    result = RUN(runner, *arguments)
+    if len(positions) > len(arguments[0]):
+        # A model with experts has it, on a GPU only.
+        result.routed_experts_output = EXPERTS
+    return result
+
+
+def require_experts(scheduler: Any) -> None:
+    """Runs in the scheduler."""
+    EXPERTS.finalize.assert_called()
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +95,7 @@ def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
         # The schedulers are forked from this process.
         patch.setattr(Scheduler, "require_whole_pool", require_whole_pool, raising=False)
         patch.setattr(Scheduler, "require_measured", require_measured, raising=False)
+        patch.setattr(Scheduler, "require_experts", require_experts, raising=False)
         patch.setattr(LosslessWorker, "measure", measure)
         patch.setattr(passes, "run", run_within_context)
         arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
@@ -163,6 +174,11 @@ def test_an_answer_ends_with_the_context(lossless: Any, stock: Any) -> None:
     fields = {"input_ids": random_prompt(15, 470), "sampling_params": greedy(41)}
     got, expected = (engine.generate(**fields) for engine in (lossless, stock))
     assert got["output_ids"] == expected["output_ids"]
+
+
+def test_experts_of_verifications_are_collected(lossless: Any) -> None:
+    lossless.generate(input_ids=random_prompt(16, 20), sampling_params=greedy(9))
+    lossless.collective_rpc("require_experts")
 
 
 def test_an_empty_bias_is_none(lossless: Any) -> None:

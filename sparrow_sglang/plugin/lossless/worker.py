@@ -238,13 +238,13 @@ class LosslessWorker(BaseSpecWorker):
             speculative_output_stride=stride,
             new_seq_lens=new_seq_lens,
             can_run_cuda_graph=result.can_run_graph,
+            routed_experts_output=result.routed_experts_output,
         )
 
     @contextmanager
     def _drafting(self, dense: bool | None = None) -> Iterator[None]:
         """Within, passes replay the graphs of drafts; `dense` is `SparrowAttnBackend.forced`."""
-        runner = self.model_runner
-        backend = sparrow_backend(runner)
+        runner, backend = self.model_runner, sparrow_backend(self.model_runner)
         backend.forced = dense
         verify_graphs = runner.decode_cuda_graph_runner
         runner.decode_cuda_graph_runner = self._draft_graphs
