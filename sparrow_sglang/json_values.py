@@ -44,18 +44,13 @@ def relative_note(path: str | os.PathLike[str]) -> str:
 def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     """The JSON object in a file; raises `JsonError`, which says what is `expected`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        value = json.loads(text) if text.strip() else None
-    except UnicodeDecodeError:
-        problem = ": not UTF-8 text"
+        value = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         problem = f"{relative_note(path)}: cannot be read ({error.strerror})"
-    except RecursionError:
-        problem = ": nested too deeply"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = f": not JSON ({error})"
     else:
         if isinstance(value, dict):
             return value
-        problem = f": holds a {type(value).__name__}" if text.strip() else ": the file is empty"
+        problem = f": holds a {type(value).__name__}"
     raise JsonError(f"{cut(str(path))}{problem}; expected {expected}")

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from math import sqrt
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ import numpy as np
 from sparrow_sglang.command_line import table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
-from sparrow_sglang.mismatch.tail import students_t
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE, RUN_FILE, read_starts
 from sparrow_sglang.schedule import BudgetSchedule
@@ -804,13 +802,12 @@ def interval(values: Sequence[float], others: Sequence[float] = ()) -> dict[str,
 
     `half` is None where a side has one value. Freedom is Welch's approximation.
     """
-    sides = [values, others] if others else [values]
+    from scipy.stats import ttest_1samp, ttest_ind
+
     value = mean(values) - (mean(others) if others else 0.0)
-    if min(map(len, sides)) < 2:
+    if len(values) < 2 or len(others) == 1:
         return {"value": value, "half": None}
-    parts = [(stdev(side) ** 2 / len(side), len(side) - 1) for side in sides]
-    variance = sum(part for part, _ in parts)
-    if not variance:
-        return {"value": value, "half": 0.0}
-    freedom = variance**2 / sum(part**2 / rest for part, rest in parts)
-    return {"value": value, "half": students_t(_CONFIDENCE, freedom) * sqrt(variance)}
+    test = ttest_ind(values, others, equal_var=False) if others else ttest_1samp(values, 0.0)
+    low, high = test.confidence_interval(_CONFIDENCE)
+    # Of equal values it is not a number.
+    return {"value": value, "half": float(np.nan_to_num(high - low)) / 2}

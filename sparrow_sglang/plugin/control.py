@@ -191,12 +191,10 @@ async def _switch_all(
     """Have every scheduler hold `new`; raises `ControlError` if all hold `previous` instead, and
     `RanksDisagreeError` if some do."""
     try:
-        await call_schedulers(manager, _CALL, _fields(new))
-        await _require_agreement(manager, new)
+        await _require_agreement(manager, new, load=True)
     except ControlError as refusal:
         try:
-            await call_schedulers(manager, _CALL, _fields(previous))
-            await _require_agreement(manager, previous)
+            await _require_agreement(manager, previous, load=True)
         except ControlError as stuck:
             raise RanksDisagreeError(
                 f"the schedule was not switched on every rank ({refusal}), and not all could go"
@@ -205,9 +203,11 @@ async def _switch_all(
         raise ControlError(f"the schedule was not switched: {refusal}") from None
 
 
-async def _require_agreement(manager: "TokenizerManager", expected: BudgetSchedule) -> None:
-    """Raise `RanksDisagreeError` unless every scheduler holds what requests are checked against."""
-    held = await call_schedulers(manager, _CALL, {})
+async def _require_agreement(
+    manager: "TokenizerManager", expected: BudgetSchedule, load: bool = False
+) -> None:
+    """Raise `RanksDisagreeError` unless every scheduler holds `expected`, once it is to `load`."""
+    held = await call_schedulers(manager, _CALL, _fields(expected) if load else {})
     if any(answer != _fields(expected) for answer in held.values()):
         ranks = [f"{rank}: {answer['name']}" for rank, answer in sorted(held.items())]
         raise RanksDisagreeError(

@@ -62,10 +62,6 @@ _LINEAR_MODELS = (
 )
 
 
-class UnsupportedError(InputError):
-    """The backend cannot run here; the message lists every problem found."""
-
-
 class _Rule(NamedTuple):
     field: str
     refused: Callable[[Any], bool]
@@ -370,6 +366,7 @@ def not_registered(error: Exception) -> RuntimeError:
 
 
 def refuse(problems: list[str]) -> None:
+    """Raise `InputError` that lists the problems, if there are any."""
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise UnsupportedError(f"attention backend {BACKEND!r} cannot run here:\n{listed}")
+        raise InputError(f"attention backend {BACKEND!r} cannot run here:\n{listed}")

@@ -31,11 +31,11 @@ from varied_drafts import vary_drafts
 from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import passes
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
-from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.scheduler_hooks import finish_by_token
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
@@ -400,7 +400,7 @@ def test_adapters_are_to_be_merged(lossless: Any, tmp_path: Path) -> None:
 def test_arguments_that_it_does_not_run_with_are_rejected(
     make_args: Any, field: str, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises(UnsupportedError, match=field):
+    with pytest.raises(InputError, match=field):
         make_args(**DRAFTS | arguments)
 
 

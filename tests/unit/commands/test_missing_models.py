@@ -45,7 +45,7 @@ def test_a_hub_that_cannot_be_reached_is_not_called_a_missing_model() -> None:
         ("{", "config.json: not JSON"),
         ('{"architectures": null}', "architectures=None in its config.json: expected a list"),
         ('{"architectures": []}', "architectures=[] in its config.json: expected a list"),
-        ("[" * 100_000, "config.json: nested too deeply"),
+        ("[" * 100_000, "config.json: not JSON"),
         (LLAMA % '"rms_norm_eps": "small"', "Field 'rms_norm_eps' expected float, got str"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from sparrow_sglang import sglang_arguments, sglang_install
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, layer_refusals, registration
-from sparrow_sglang.plugin.refusals import UnsupportedError
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_install import INSTALL, LOCKED, SUPPORTED, version_problems
 
@@ -50,7 +50,7 @@ class TestRefusal:
     def test_arguments_of_an_engine(self, older: str, tiny_llama: str) -> None:
         from sglang.srt.server_args import ServerArgs
 
-        with pytest.raises(UnsupportedError, match=older):
+        with pytest.raises(InputError, match=older):
             sglang_arguments.resolve(
                 ServerArgs(
                     model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
@@ -62,7 +62,7 @@ class TestRefusal:
         )
 
     def test_a_scheduler_does_not_start(self, older: str) -> None:
-        with pytest.raises(UnsupportedError, match=older):
+        with pytest.raises(InputError, match=older):
             registration.build_backend(SimpleNamespace())
 
 
@@ -118,7 +118,7 @@ class TestProbes:
         [hook] = [h for h in hooks.HOOKS if h.target.endswith(".release_kv_cache")]
         monkeypatch.setattr(registration, "HOOKS", (hook._replace(**change),))
         line = f"  - SGLang 9.9.9: {problem}"
-        with pytest.raises(UnsupportedError, match=re.escape(line)):
+        with pytest.raises(InputError, match=re.escape(line)):
             registration.register()
         assert registered == []
         # The launching process refuses before it loads anything, and does not fall back to dense.
