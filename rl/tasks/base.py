@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jinja2
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import relative_note
-from sparrow_sglang.rl.config import TaskSource
+from sparrow_sglang.rl.config import Section, TaskSource
 from sparrow_sglang.rl.tasks.formats import (
     KINDS,
     Message,
@@ -76,20 +76,14 @@ class Task:
     skipped: tuple[SkippedRow, ...] = ()
 
 
-class Options(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True
-    )
-
-
-class FileOptions(Options):
+class FileOptions(Section):
     instruction: str = ""
     """Put after each prompt that is a string, on a line of its own."""
     system: str | None = Field(default=None, min_length=1)
     """System message before each prompt that is a string."""
 
 
-OptionsT = TypeVar("OptionsT", bound=Options)
+OptionsT = TypeVar("OptionsT", bound=Section)
 
 
 class ChatRender:

@@ -10,8 +10,8 @@ from math import comb
 from pydantic import Field
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import TaskSource
-from sparrow_sglang.rl.tasks.base import Options, Render, Task, parse_options
+from sparrow_sglang.rl.config import Section, TaskSource
+from sparrow_sglang.rl.tasks.base import Render, Task, parse_options
 from sparrow_sglang.rl.types import Prompt
 
 WORDS = tuple(
@@ -22,7 +22,7 @@ WORDS = tuple(
 )
 
 
-class StoryOptions(Options):
+class StoryOptions(Section):
     words: int = Field(default=2, ge=1, le=8)
     """Words that a story must hold; more make it harder."""
     min_length: int = Field(default=60, ge=0)
