@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -48,8 +48,10 @@ DRAFTS = "drafts"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # What a switch on a running server must leave as it is.
-_FIXED = ("page_size", "sink_pages", "recent_pages")
-_FIXED_RULE = ("landmark_bits", "landmark_pairs")
+_FIXED = (
+    *("page_size", "sink_pages", "recent_pages"),
+    *("selection.landmark_bits", "selection.landmark_pairs"),
+)
 
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 
@@ -76,7 +78,7 @@ class BudgetSchedule(BaseModel):
     recent_pages: _Count = Field(default=2, ge=1)
     dense_tokens: _Count = Field(default=0, ge=0)
     dense_layers: tuple[_Count, ...] = (0, 1)
-    selection: Annotated[SelectionRule, BeforeValidator(SelectionRule.read)] = SelectionRule()
+    selection: SelectionRule = SelectionRule()
     calibrated: StrictBool = False
     model: StrictStr | None = None
     tail_target: float | None = Field(default=None, gt=0, le=1, strict=True)
@@ -245,16 +247,12 @@ class BudgetSchedule(BaseModel):
                 f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}: expected"
                 f" {quoted(list(first.dense_layers))} or more, as in the server's {first.name}"
             )
-        given, expected = (
-            {field: getattr(schedule, field) for field in _FIXED}
-            | {f"selection.{field}": getattr(schedule.selection, field) for field in _FIXED_RULE}
-            for schedule in (self, first)
-        )
-        for field, value in given.items():
-            if value != expected[field]:
+        for field in _FIXED:
+            value, expected = map(attrgetter(field), (self, first))
+            if value != expected:
                 raise ScheduleError(
-                    f"schedule {self.name}: {field}={quoted(value)}: expected"
-                    f" {quoted(expected[field])}, as in the server's {first.name}"
+                    f"schedule {self.name}: {field}={quoted(value)}: expected {quoted(expected)},"
+                    f" as in the server's {first.name}"
                 )
 
     def dense_below(self, tokens: int) -> "BudgetSchedule":

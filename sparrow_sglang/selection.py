@@ -3,7 +3,7 @@
 `attention_backends.reference` defines what the fields mean, in torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -105,15 +105,6 @@ class SelectionRule(BaseModel):
         pairs = f" in {len(chosen[0][0])} rotary pairs" if chosen else ""
         spread = f", layer weights {min(weights):g} to {max(weights):g}" if weights else ""
         return f"int4 landmarks{pairs}{spread}"
-
-    @classmethod
-    def read(cls, given: Any) -> "SelectionRule":
-        """The rule in a schedule's `selection`. Raises `InputError`."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise InputError(f"expected an object with any of {', '.join(cls.model_fields)}")
-        return cls(**given)
 
     def landmarks_per_page(self, page_size: int) -> int:
         return page_size // int4_landmark_tokens(page_size) if self.int4 else 1
