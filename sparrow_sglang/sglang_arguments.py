@@ -1,7 +1,6 @@
 """SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_install` lists.
 
 Which fields it has, how ours are added, and what SGLang chose where the user left a field open.
-SGLang itself is imported only where a function needs it.
 """
 
 import ast

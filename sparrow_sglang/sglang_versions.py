@@ -212,11 +212,6 @@ def hybrid_config(model_config: "ModelConfig") -> Any:
     return mambaish_config(model_config)
 
 
-def has_asymmetric_kv(model_config: "ModelConfig") -> bool:
-    differs: bool = model_config.head_dim != model_config.v_head_dim
-    return getattr(model_config, "has_asymmetric_kv", differs)
-
-
 def decode_may_become_prefill() -> bool:
     """Whether DP attention turns decode batches into prefills while another rank prefills."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch

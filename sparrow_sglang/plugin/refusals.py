@@ -34,7 +34,6 @@ from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_siz
 from sparrow_sglang.sglang_install import LOCKED, installed_version, version_problems
 from sparrow_sglang.sglang_versions import (
     decode_may_become_prefill,
-    has_asymmetric_kv,
     hybrid_config,
 )
 
@@ -278,8 +277,6 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         "sliding windows in all layers: none keeps the whole KV": kinds == {WINDOW},
         "encoder-decoder: cross-attention has no budget": model_config.is_encoder_decoder,
         "not a generative model: nothing is decoded": not model_config.is_generation,
-        "keys and values of different width": has_asymmetric_kv(model_config),
-        "soft-capped attention scores": bool(getattr(text, "attn_logit_softcapping", None)),
         "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
         "sparse attention of its own": is_minimax_sparse(model_config.hf_config),
     }

@@ -62,9 +62,7 @@ def register() -> None:
 def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     """The backend's factory, called in every scheduler once model and KV pool exist.
 
-    Raises:
-        RuntimeError: the plugin did not load as a whole.
-        ValueError: something cannot be served.
+    Raises `RuntimeError` if the plugin did not load as a whole, `InputError` on what is refused.
     """
     refuse(version_problems())
     require_registration()

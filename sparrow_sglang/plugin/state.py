@@ -1,7 +1,4 @@
-"""State that this package keeps in a process of SGLang.
-
-SGLang runs a launching process, whose TokenizerManager sees every request, and schedulers.
-"""
+"""State that this package keeps in SGLang's launching process and in its schedulers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

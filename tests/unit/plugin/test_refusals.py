@@ -26,12 +26,6 @@ GPT_OSS = {
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-GEMMA2 = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "sliding_window": 128,
-    "attn_logit_softcapping": 50.0,
-}
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -55,7 +49,7 @@ QWEN3_NEXT = {
 
 @pytest.mark.parametrize(
     "config",
-    [DEEPSEEK, GEMMA2, QWEN2_WINDOW, QWEN3_NEXT],
+    [DEEPSEEK, QWEN2_WINDOW, QWEN3_NEXT],
     ids=lambda config: config["model_type"],
 )
 def test_model(make_args, tmp_path, config):
