@@ -42,6 +42,7 @@ _MOVED: dict[str, str | None] = {
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": None,
     "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls": None,
     "sglang.srt.managers.schedule_batch.Req.update_finish_state": None,
+    "sglang.srt.session.session_controller.Session.create_req": None,
     # Until 0.5.20 weights may be loaded at any time.
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update": None,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": None,

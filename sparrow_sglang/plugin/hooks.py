@@ -79,6 +79,8 @@ HOOKS = tuple(Hook(*row) for row in (
      "req tree_cache is_insert|checkpoint"),
     (f"{_SCHEDULER}.abort_request", "AROUND", scheduler_hooks.abort_one, "recv_req"),
     (f"{_REQ}.update_finish_state", "AROUND", scheduler_hooks.finish_by_token, "new_accepted_len"),
+    ("sglang.srt.session.session_controller.Session.create_req", "BEFORE",
+     scheduler_hooks.end_turns_at_their_stop),
     (f"{_LORA}.validate_new_adapter", "BEFORE", adapter_checks.check_new_adapter, "lora_config"),
     ("sglang.srt.lora.lora.LoRAAdapter._process_weight", "BEFORE", adapter_checks.check_weight,
      "name loaded_weight"),

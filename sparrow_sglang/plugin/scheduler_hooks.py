@@ -119,6 +119,16 @@ def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len:
         original(req)
 
 
+def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook: a session goes on after the returned tokens of its requests.
+
+    SGLang would go on after all tokens of their last round.
+    """
+    if PROCESS.scheduler is not None and PROCESS.scheduler.lossless:
+        for node in session.req_nodes.values():
+            node.req.output_ids = node.req.output_ids_through_stop
+
+
 def keep_sparse_kv_private(
     req: "Req", tree_cache: "BasePrefixCache", **arguments: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

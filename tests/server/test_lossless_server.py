@@ -82,3 +82,27 @@ def test_drafts_are_counted(served: tuple[str, str]) -> None:
 def test_what_a_round_cannot_honour_is_a_bad_request(served: tuple[str, str]) -> None:
     with pytest.raises(openai.BadRequestError, match="presence_penalty"):
         answer(served[0], presence_penalty=1)
+
+
+def test_a_session_goes_on_after_what_was_returned(served: tuple[str, str]) -> None:
+    """Not after the tokens that its last round accepted past the end."""
+
+    def post(url: str, route: str, **body: Any) -> Any:
+        return httpx.post(f"{url}/{route}", json=body, timeout=60).json()
+
+    def turns(url: str, stop: int) -> tuple[list[int], list[int]]:
+        session = {"id": post(url, "open_session", capacity_of_str_len=10_000)}
+        fields: dict[str, Any] = {"temperature": 0, "max_new_tokens": 20, "stop_token_ids": [stop]}
+        first, second = (random_prompt(seed, 20) for seed in (1, 2))
+        turn = post(
+            url, "generate", input_ids=first, session_params=session, sampling_params=fields
+        )
+        session["rid"] = turn["meta_info"]["id"]
+        later = post(
+            url, "generate", input_ids=second, session_params=session, sampling_params=fields
+        )
+        return turn["output_ids"], later["output_ids"]
+
+    whole, _ = turns(served[1], 255)
+    for stop in whole[2:8]:
+        assert turns(served[0], stop) == turns(served[1], stop)
