@@ -117,6 +117,9 @@ def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len:
     if aborted and not req.finished():
         req.to_finish = aborted
         original(req)
+    if req.finished_len is not None:
+        # Counted over the whole round.
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 
 
 def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:

@@ -534,10 +534,12 @@ def test_an_abort_hides_no_end_within_its_round(
     fields = {"tokenizer": None, "eos_token_ids": None, "grammar": None, "vocab_size": 256}
     vars(req).update(fields, sampling_params=parameters, output_ids=[1, *tokens])
     req.finished_reason = req.finished_len = None
+    req.reasoning_tokens = len(req.output_ids)
     req.to_finish = FINISH_ABORT()
     monkeypatch.setattr(PROCESS, "scheduler", SimpleNamespace(lossless=True))
     finish_by_token(inspect.unwrap(Req.update_finish_state), req, len(tokens))
     assert req.finished_len == returned and req.output_ids == [1, *tokens]
+    assert req.reasoning_tokens == (returned or len(req.output_ids))
     assert req.finished_reason.to_json()["type"] == reason
 
 
