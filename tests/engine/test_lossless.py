@@ -393,6 +393,7 @@ def test_adapters_are_to_be_merged(lossless: Any, tmp_path: Path) -> None:
         ("enable_deterministic_inference", {"enable_deterministic_inference": True}),
         ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
         ("speculative_eagle_topk", {"speculative_eagle_topk": 4}),
+        ("enable_strict_thinking", {"enable_strict_thinking": True, "reasoning_parser": "qwen3"}),
         ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
         ("speculative_num_draft_tokens", {"speculative_algorithm": None}),
     ],

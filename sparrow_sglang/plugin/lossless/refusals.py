@@ -27,8 +27,8 @@ row of logits for each token of each request."""
 _ARGUMENTS = {
     "pp_size": (1, "drafts are not passed between pipeline stages"),
     "enable_dp_attention": (False, "idle ranks would have to draft"),
-    "enable_lora": (False, "a round applies no adapter, so merge it into the weights"),
-    "lora_paths": (None, "a round applies no adapter, so merge it into the weights"),
+    **dict.fromkeys(("enable_lora", "lora_paths"), (None, "merge adapters into the weights")),
+    "enable_strict_thinking": (False, "a round applies no grammar"),
     "speculative_eagle_topk": (1, "drafts are a chain"),
     "speculative_draft_model_path": (None, "the model drafts itself"),
     "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:accepted_drafts"),
