@@ -123,8 +123,8 @@ def test_measurements_of_a_former_schedule_are_not_shown(client: httpx.Client) -
     def shown() -> bool:
         return any(line.startswith("sparrow:acceptance_tail") for line in gauges(client))
 
-    generated(client, 60)
-    wait_until(shown)
+    # Requests are dropped while four others are recorded or wait for their score.
+    wait_until(lambda: generated(client, 60) and shown())
     answer = client.post("/sparrow/schedule", json={"schedule": "fixed-96"})
     # Provenance of shipped schedules has 14 KB.
     assert answer.status_code == 200 and "provenance" not in answer.text
