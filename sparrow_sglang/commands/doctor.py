@@ -6,7 +6,6 @@ What needs no SGLang is checked before it is imported, which takes ten seconds.
 import os
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-ENTRY_POINTS = {"sglang.srt.plugins": "sparrow", "sglang.srt.platforms": "sparrow_cpu"}
 VARIABLES = (
     *("SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"),
     *(SCHEDULE_VARIABLE, "SPARROW_CACHE"),
@@ -96,10 +94,6 @@ def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
     yield Check(status, "SGLang", *problems or [installed_version() + tested])
     packages = (f"{name} {found or 'missing'}" for name, found in package_versions().items())
     yield Check("ok", "packages", ", ".join(packages))
-    for group, name in ENTRY_POINTS.items():
-        if not any(entry.name == name for entry in entry_points(group=group)):
-            fix = "run pip install -e . in the checkout, which alone has none"
-            yield Check("FAIL", "entry point", f"{group}: no {name}; {fix}")
     values = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     yield Check("ok", "environment", ", ".join(values) or f"none of {', '.join(VARIABLES)} is set")
     if problems:

@@ -260,11 +260,10 @@ def _schedule(schedule: Any, state: ServerState, hf_config: Any) -> BudgetSchedu
         return first.as_dense()
     if schedule == first.name:
         return first
-    if isinstance(schedule, str):
-        if (tokens := fixed_tokens(schedule)) is not None:
-            return first.as_fixed(tokens)
-        if schedule == DRAFTS or schedule in known_schedules():
-            return load_schedule(schedule, first.page_size).for_model(hf_config)
+    if isinstance(schedule, str) and (tokens := fixed_tokens(schedule)) is not None:
+        return first.as_fixed(tokens)
+    if schedule in (DRAFTS, *known_schedules()):
+        return load_schedule(schedule, first.page_size).for_model(hf_config)
     nearest = nearest_first(str(schedule), known_schedules())[:5]
     raise ScheduleError(
         f"schedule={quoted(schedule, 60)}: expected a schedule's fields, {DENSE!r},"
