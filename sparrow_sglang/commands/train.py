@@ -26,8 +26,8 @@ sparrow train --defaults prints a file of all settings, with what they mean and 
 values come from.
 
 On SIGTERM and Ctrl-C the run writes a checkpoint and ends. --resume continues from the newest
-checkpoint, after kill -9 too. metrics.jsonl in run_dir has a row per step; tensorboard --logdir
-RUN_DIR shows the same metrics.
+checkpoint, after kill -9 too. metrics.jsonl in run_dir has a row per step and one per evaluation;
+tensorboard --logdir RUN_DIR shows the same metrics.
 """
 
 
