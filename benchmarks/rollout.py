@@ -151,7 +151,8 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
             *(_follow(engine, *each, start) for each in enumerate(requests))
         )
 
-    first_token_s, ended_s = zip(*engine.loop.run_until_complete(together()), strict=True)
+    followed = engine.loop.run_until_complete(together())
+    first_token_s, ended_s, rounds = zip(*followed, strict=True)
     output_tokens, seconds = sum(request.new_tokens for request in requests), max(ended_s)
     return {
         "sequences": len(requests),
@@ -162,12 +163,15 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
         "first_token_last_s": max(first_token_s),
         "seconds": seconds,
         "tokens_per_s": output_tokens / seconds,
+        "tokens_per_round": output_tokens / sum(rounds) if sum(rounds) else None,
         "ended_s": ended_s,
     }
 
 
-async def _follow(engine: Any, index: int, request: Request, start: float) -> tuple[float, float]:
-    """Seconds from `start` to the request's first token, and to its last one."""
+async def _follow(
+    engine: Any, index: int, request: Request, start: float
+) -> tuple[float, float, int]:
+    """Seconds from `start` to the request's first token, and to its last one; rounds."""
     parts = await engine.async_generate(
         input_ids=request.prompt,
         sampling_params={
@@ -187,7 +191,7 @@ async def _follow(engine: Any, index: int, request: Request, start: float) -> tu
             f"sequence {index} ended with {tokens} tokens instead of {request.new_tokens}:"
             f" {meta['finish_reason']}"
         )
-    return first_token_s, time.perf_counter() - start
+    return first_token_s, time.perf_counter() - start, meta.get("spec_verify_ct", 0)
 
 
 def engine_defaults(
@@ -234,10 +238,11 @@ def run_side(
 
 
 def summary(row: Mapping[str, Any]) -> str:
+    rounds = f", {row['tokens_per_round']:.2f} a round" if row["tokens_per_round"] else ""
     return (
         f"first token {row['first_token_median_s']:.2f} s (median),"
         f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
-        f" {row['tokens_per_s']:,.0f} tokens/s"
+        f" {row['tokens_per_s']:,.0f} tokens/s{rounds}"
     )
 
 
@@ -339,8 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_cuda(parser)
     begin(parser, options, lengths=lengths)
     # Sparse first: no time is spent on the dense side if the sparse side refuses the settings.
-    sparse = "lossless" if options.drafts else "sparse"
-    for side in ((sparse, BACKEND, model.schedule), ("dense", dense_backend, None)):
+    mode = "lossless" if options.drafts else "sparse"
+    for side in ((mode, BACKEND, model.schedule), ("dense", dense_backend, None)):
         if not in_fresh_process(run_side, model, *side, options):
             print(f"{model.name} {side[0]}: failed", file=sys.stderr, flush=True)
             break
@@ -350,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not speed:
         return 1
     print(
-        f"{model.name}: sparse is {speed['first_token_speedup']:.2f}x as fast as dense to the"
+        f"{model.name}: {mode} is {speed['first_token_speedup']:.2f}x as fast as dense to the"
         f" first tokens, {speed['speedup']:.2f}x to the last one"
     )
     return 0

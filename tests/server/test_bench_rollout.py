@@ -33,5 +33,6 @@ def test_every_sequence_runs_to_its_own_length(tiny_qwen3: str) -> None:
     assert (result["sequences"], result["prompt_tokens"]) == (8, 320)
     assert (result["output_tokens"], result["longest"]) == (sum(lengths), 200)
     assert result["tokens_per_s"] == pytest.approx(sum(lengths) / result["seconds"])
+    assert result["tokens_per_round"] is None
     # The longest ends last.
     assert result["seconds"] == max(result["ended_s"]) == result["ended_s"][1]
