@@ -145,7 +145,7 @@ def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
     """
     connect(engine).flush_cache(60.0)
 
-    async def together() -> list[tuple[float, float]]:
+    async def together() -> list[tuple[float, float, int]]:
         start = time.perf_counter()
         return await asyncio.gather(
             *(_follow(engine, *each, start) for each in enumerate(requests))

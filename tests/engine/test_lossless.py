@@ -30,7 +30,6 @@ from varied_drafts import vary_drafts
 
 from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
-from sparrow_sglang.benchmarks.rollout import make_requests, replay, summary
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import passes
@@ -197,13 +196,6 @@ def test_retracted_requests_are_answered_as_in_stock_sglang(lossless: Any, stock
     got, expected = (engine.generate(**fields) for engine in (lossless, stock))
     assert any(answer["meta_info"]["num_retractions"] for answer in got)
     assert tokens_of(got) == tokens_of(expected)
-
-
-def test_a_replayed_rollout_counts_tokens_a_round(lossless: Any) -> None:
-    requests = make_requests([40, 25, 9, 30], prompt_tokens=100, vocab_size=200, seed=0)
-    row = replay(lossless, requests)
-    assert 1 < row["tokens_per_round"] < 5
-    assert f"{row['tokens_per_round']:.2f} a round" in summary(row)
 
 
 def test_prefixes_of_answers_are_shared(lossless: Any, stock: Any) -> None:
