@@ -5,6 +5,7 @@ One sentence per problem names field, value, reason and remedy.
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_FIELD, dense_problems
@@ -30,7 +31,7 @@ from sparrow_sglang.plugin.lossless.refusals import (
     lossless_model_problems,
 )
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
-from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size
+from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_install import LOCKED, installed_version, version_problems
 from sparrow_sglang.sglang_versions import (
     decode_may_become_prefill,
@@ -195,6 +196,11 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         problems.append(
             f"sparrow_audit_log={log!r}: nothing is audited; pass --sparrow-audit-rate 0.01"
         )
+    elif log is not None:
+        folder = Path(log).absolute()
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
+        if not log or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            problems.append(f"sparrow_audit_log={log!r}: expected a folder that can be written to")
     if server_args.sparrow_audit_rate and server_args.pp_size > 1:
         problems.append(
             f"pp_size={server_args.pp_size} with --sparrow-audit-rate: SGLang does not return what"
@@ -287,6 +293,42 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         for what, present in properties.items()
         if present
     ]
+
+
+def rank_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
+    """Heads or experts that the ranks cannot share, which SGLang asserts without a message."""
+    text = model_config.hf_text_config
+    heads = {
+        "query heads": model_config.num_attention_heads,
+        "KV heads": model_config.get_total_num_kv_heads(),
+    }
+    if LINEAR in layer_types_of(text):
+        heads["key heads of linear attention"] = text.linear_num_key_heads
+
+    def can_split(ranks: int) -> bool:
+        # KV heads are repeated where there are more ranks than heads.
+        repeated = ranks % heads["KV heads"] == 0
+        return all(
+            count % ranks == 0 or (name == "KV heads" and repeated) for name, count in heads.items()
+        )
+
+    view, ranks = resolved(server_args), attention_tp_size(server_args)
+    model = "model " + " ".join(model_config.hf_config.architectures or ["of unknown kind"])
+    problems = []
+    if not can_split(ranks):
+        counts = ", ".join(f"{count} {name}" for name, count in heads.items())
+        allowed = ", ".join(str(n) for n in range(1, heads["query heads"] + 1) if can_split(n))
+        problems.append(
+            f"tp_size={view.tp_size}: {model} has {counts} for {ranks} attention ranks; pass a"
+            f" --tp-size that makes it one of {allowed}"
+        )
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    if (experts + view.ep_num_redundant_experts) % view.ep_size:
+        problems.append(
+            f"ep_size={view.ep_size}: {model} has {experts} experts; pass an --ep-size that divides"
+            " them"
+        )
+    return problems
 
 
 def _lacks_triton() -> bool:

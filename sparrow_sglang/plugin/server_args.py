@@ -13,16 +13,21 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.json_values import read_object
+from sparrow_sglang.plugin.adapter_checks import check_config
 from sparrow_sglang.plugin.lossless.refusals import MAX_REQUESTS, is_lossless
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     device_problems,
     model_problems,
     not_registered,
+    rank_problems,
     refuse,
     server_problems,
     uses_sparrow,
@@ -147,6 +152,7 @@ def install() -> None:
     add_server_fields(cls, FIELDS)
     _check_around_resolution(cls)
     _check_model_config(cls)
+    _check_adapters(cls)
     setattr(cls, _MARK, True)
 
 
@@ -273,12 +279,31 @@ def _pass_for_one_with_sinks(owner: Any, name: str) -> None:
     setattr(owner, name, backends)
 
 
+def _check_adapters(cls: Any) -> None:
+    """Refuse adapters of --lora-paths as the schedulers would, but before they load the model."""
+    original = cls.check_server_args
+
+    @functools.wraps(original)
+    def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for adapter in (resolved(self).lora_paths or ()) if uses_sparrow(self) else ():
+            path = Path(adapter.lora_path) / "adapter_config.json"
+            if path.exists():
+                try:
+                    check_config(read_object(path, "an adapter's config"))
+                except InputError as error:
+                    refuse([f"lora_paths={adapter.lora_name!r}: {error}"])
+
+    cls.check_server_args = check_server_args
+
+
 def _check_resolved(server_args: "ServerArgs") -> None:
     # SGLang may have replaced the backend for this model, or set other fields.
     view = resolved(server_args)
     refuse(server_problems(view))
     model_config = model_config_if_read(server_args)
     if model_config is not None:
+        refuse(rank_problems(view, model_config))
         schedule = resolve_schedule(server_args, model_config.hf_config)
         refuse(device_problems(view, model_config, schedule))
 

@@ -1,5 +1,6 @@
 """What is refused, in the process that builds the arguments, and what the message says."""
 
+import json
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -150,8 +151,36 @@ def test_each_wrong_argument_is_named_with_its_value_and_a_remedy(make_args):
 
 
 @pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "allowed"),
+    [(9, 3, 2, "1, 3, 9"), (12, 4, 6, "1, 2, 4, 12")],
+)
+def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ranks, allowed):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 72}
+    model = save_config(tmp_path, **config, **shape)
+    with pytest.raises(ValueError) as error:
+        make_args(model, tp_size=ranks)
+    assert f"tp_size={ranks}" in str(error.value) and str(error.value).endswith(allowed)
+    # Replicated attention is not split; KV heads are repeated for more ranks than there are.
+    make_args(model, tp_size=ranks, dp_size=ranks, enable_dp_attention=True)
+    make_args(model, tp_size=int(allowed.rpartition(" ")[2]))
+
+
+def test_an_adapter_is_refused_before_the_model_is_loaded(make_args, tmp_path):
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    args = make_args(lora_paths={"mine": str(tmp_path)}, enable_lora=True)
+    with pytest.raises(ValueError, match=r"lora_paths='mine'.*use_dora=True"):
+        args.check_server_args()
+
+
+@pytest.mark.parametrize(
     ("fields", "named"),
     [
+        (
+            {"sparrow_audit_rate": 0.1, "sparrow_audit_log": f"{__file__}/log"},
+            f"sparrow_audit_log='{__file__}/log'",
+        ),
         (
             {"attention_backend": None, "decode_attention_backend": "sparrow"},
             "prefill attention backend None",
