@@ -96,16 +96,18 @@ def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
 
 def _check_engine(setup: "Setup") -> None:
     """Have SGLang resolve the arguments of the engine. Raises `InputError`."""
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     from sparrow_sglang.rl.engines.local_engine import engine_args
 
+    load_plugins()
     defaults = engine_args(setup.model_path, setup.engine.schedule)
     try:
         arguments = ServerArgs(**defaults | setup.engine.server_args)
         resolve(arguments)
         arguments.check_server_args()
-    except (AssertionError, TypeError, ValueError) as error:
+    except Exception as error:  # SGLang raises anything, ImportError for a device among them
         raise InputError(f"engine.server_args: {error or 'SGLang refuses them'}") from None
 
 

@@ -121,10 +121,17 @@ def test_a_check_starts_nothing(story, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("argument", ['tp_size="two"', "pp_size=-1", 'kv_cache_dtype="fp9"'])
+@pytest.mark.parametrize(
+    "argument", ['tp_size="two"', "pp_size=-1", 'kv_cache_dtype="fp9"', 'device="npu"']
+)
 def test_a_check_has_sglang_look_at_the_values_of_its_arguments(story, capsys, argument):
     assert main(["train", "--check", str(story), f"--set=engine.server_args.{argument}"]) == 2
     assert "error: engine.server_args: " in capsys.readouterr().err
+
+
+def test_lossless_rollouts_pass_the_check(story, capsys):
+    assert main(["train", "--check", str(story), "--set=engine.lossless=true"]) == 0
+    assert "engine.lossless = true" in capsys.readouterr().out
 
 
 def with_template(byte_model: str, folder: Path, template: str) -> TrainConfig:
