@@ -87,10 +87,10 @@ def equal(expected: str, given: str, question: str = "") -> bool:
         return False
     if _flat(gold) == _flat(answer):
         return True
+    if not (_NAMED.match(gold) and _NAMED.match(answer)):
+        gold, answer = (_NAMED.sub("", text, count=1).strip() for text in (gold, answer))
     if _LETTER.fullmatch(gold) or _WORDS.fullmatch(gold) and (len(gold) > 2 or gold.isupper()):
         return _same_text(gold, answer)
-    if not (_NAMED.match(gold) and _NAMED.match(answer)):
-        gold, answer = (_NAMED.sub("", text, count=1) for text in (gold, answer))
     one, other = (_BASED.fullmatch(text.replace(" ", "")) for text in (gold, answer))
     if one or other:
         # A base may be added, but not left out.
