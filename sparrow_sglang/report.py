@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -807,7 +808,8 @@ def interval(values: Sequence[float], others: Sequence[float] = ()) -> dict[str,
     value = mean(values) - (mean(others) if others else 0.0)
     if len(values) < 2 or len(others) == 1:
         return {"value": value, "half": None}
-    test = ttest_ind(values, others, equal_var=False) if others else ttest_1samp(values, 0.0)
-    low, high = test.confidence_interval(_CONFIDENCE)
-    # Of equal values it is not a number.
+    # Of equal values the interval is not a number, or one that scipy warns of.
+    with warnings.catch_warnings(action="ignore"):
+        test = ttest_ind(values, others, equal_var=False) if others else ttest_1samp(values, 0.0)
+        low, high = test.confidence_interval(_CONFIDENCE)
     return {"value": value, "half": float(np.nan_to_num(high - low)) / 2}

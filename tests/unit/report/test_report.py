@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import warnings
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from report_inputs import BIN, SCHEDULE, TARGETS, write_calibration, write_run
 
 from sparrow_sglang.commands import cli
+from sparrow_sglang.report import interval
 from sparrow_sglang.schedule import BudgetSchedule
 
 STEPS = 12
@@ -222,6 +224,12 @@ def test_runs_are_compared_over_their_seeds(
     assert first["critic/score/mean"]["at the end"]["difference"] is None
     gap = second["critic/score/mean - eval/pass_rate"]["at the end"]["mean"]["value"]
     assert gap == pytest.approx(0.25)
+
+
+def test_equal_runs_are_compared_without_a_warning() -> None:
+    with warnings.catch_warnings(action="error"):
+        halves = [interval(*sides)["half"] for sides in (([0.1] * 3,), ([0.1] * 3, [0.2] * 2))]
+    assert halves == pytest.approx([0, 0])
 
 
 # -- damaged files and wrong input
