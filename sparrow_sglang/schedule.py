@@ -3,6 +3,7 @@
 `schedule_names` finds schedules by name.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -114,6 +115,12 @@ class BudgetSchedule(BaseModel):
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
             raise ValueError(f"dense_layers={quoted(list(layers))}: expected distinct indices")
         self._check_selection()
+        try:
+            # Ranks compare schedules, and answers over HTTP carry them.
+            evidence = [self.model, self.model_match, self.provenance]
+            json.dumps(evidence, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"model, model_match, provenance: not JSON ({error})") from None
         return self
 
     def _check_selection(self) -> None:

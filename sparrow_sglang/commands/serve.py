@@ -9,6 +9,7 @@ import functools
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -273,7 +274,10 @@ def parse_server_args(words: Sequence[str]) -> "ServerArgs":
         copy.deepcopy(server_args).check_server_args()
         return server_args
     except AssertionError as error:
-        raise InputError(" ".join(str(error).split()) or "SGLang refuses these flags") from error
+        # Some assertions have no message but what they state.
+        stated = traceback.extract_tb(error.__traceback__)[-1].line
+        message = " ".join(str(error).split()) or f"SGLang refuses these flags: {stated}"
+        raise InputError(message) from error
     except (ValueError, RuntimeError):
         raise
     except Exception as error:

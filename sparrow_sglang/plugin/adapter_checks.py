@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+# By the id of a scheduler's config of the model, which it keeps.
+_shapes: dict[int, Mapping[str, tuple[int, int]]] = {}
 # Projections that the model computes as one; SGLang needs factors for the first and last.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Larger factors and scales lead to NaN log-probs, which end SGLang's sampler and so the scheduler.
@@ -66,10 +68,14 @@ def check_config(config: Any) -> int:
     return rank
 
 
-def check_factor(name: str, tensor: "torch.Tensor", rank: int) -> tuple[str, str]:
+def check_factor(
+    name: str, tensor: "torch.Tensor", rank: int, shapes: Mapping[str, tuple[int, int]]
+) -> tuple[str, str]:
     """The module and the side, A or B, of one of an adapter's tensors.
 
-    Raises `ControlError` unless it is a factor of this rank whose values are no threat.
+    Raises `ControlError` unless it is a factor of this rank, and of the module's shape in
+    `module_shapes` if it is there, whose values are no threat. SGLang compares shapes only at the
+    first request, where a wrong one ends the scheduler.
     """
     named = FACTOR.fullmatch(name)
     if named is None:
@@ -89,27 +95,23 @@ def check_factor(name: str, tensor: "torch.Tensor", rank: int) -> tuple[str, str
         raise ControlError(
             f"tensors[{quoted(name)}]: expected numbers from {-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
         )
+    if named[1] in shapes:
+        rows, columns = shapes[named[1]]
+        expected = [rank, columns] if named[2] == "A" else [rows, rank]
+        if shape != expected:
+            raise ControlError(f"tensors[{quoted(name)}] is {shape}: expected {expected}")
     return named[1], named[2]
 
 
 def check_factors(
     tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> set[str]:
-    """Check `tensors` against `module_shapes`; return the last name parts of their modules.
-
-    SGLang compares shapes only at the first request, where a wrong one ends the scheduler.
-    """
+    """Check `tensors` against `module_shapes`; return the last name parts of their modules."""
     seen: dict[str, set[str]] = {}
     for name, tensor in tensors.items():
-        module, side = check_factor(name, tensor, rank)
+        module, side = check_factor(name, tensor, rank, shapes)
         if module not in shapes:
             raise ControlError(f"tensors[{quoted(name)}]: the model has no linear module {module}")
-        rows, columns = shapes[module]
-        expected = [rank, columns] if side == "A" else [rows, rank]
-        if list(tensor.shape) != expected:
-            raise ControlError(
-                f"tensors[{quoted(name)}] is {list(tensor.shape)}: expected {expected}"
-            )
         seen.setdefault(module, set()).add(side)
     halves = [module for module, sides in seen.items() if len(sides) == 1]
     if halves or not seen:
@@ -127,8 +129,15 @@ def check_new_adapter(manager: Any, lora_config: Any, *args: Any) -> None:
 
 def check_weight(adapter: Any, name: str, tensor: "torch.Tensor") -> None:
     """BEFORE hook of a scheduler: `check_factor` of each tensor that SGLang reads."""
-    if _is_ours():
-        check_factor(name, tensor, adapter.config.r)
+    if not _is_ours():
+        return
+    config = adapter.base_hf_config
+    if id(config) not in _shapes:
+        try:
+            _shapes[id(config)] = module_shapes(config)
+        except ControlError:
+            _shapes[id(config)] = {}
+    check_factor(name, tensor, adapter.config.r, _shapes[id(config)])
 
 
 def _is_ours() -> bool:

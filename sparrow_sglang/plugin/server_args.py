@@ -287,10 +287,12 @@ def _check_adapters(cls: Any) -> None:
     def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for adapter in (resolved(self).lora_paths or ()) if uses_sparrow(self) else ():
-            path = Path(adapter.lora_path) / "adapter_config.json"
-            if path.exists():
+            folder = Path(adapter.lora_path)
+            # Others are names on the hub, which SGLang looks up.
+            if folder.is_dir() or adapter.lora_path.startswith(("/", ".", "~")):
                 try:
-                    check_config(read_object(path, "an adapter's config"))
+                    config = folder / "adapter_config.json"
+                    check_config(read_object(config, "an adapter's config"))
                 except InputError as error:
                     refuse([f"lora_paths={adapter.lora_name!r}: {error}"])
 

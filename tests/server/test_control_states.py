@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from adapted_models import save_adapter
-from engines import start_engine
+from adapted_models import save_adapter, save_model_of_words
 from safetensors.torch import load_file, save_file
 from waiting import wait_until
 
@@ -205,6 +204,10 @@ def test_adapters_that_sglang_would_compute_wrongly_are_refused_on_all_ways_in(
         body = {name: getattr(request, name) for name in ("lora_name", "config_dict")}
         body |= {name: value for name, value in to_json(request).items() if "tensors" in name}
         assert client.post("/load_lora_adapter_from_tensors", json=body).status_code == 400
+    # The first request for an adapter of another model would end the scheduler.
+    wider = save_model_of_words(tmp_path / "wider", hidden_size=288)
+    refused = load("wrong", save_adapter(wider, tmp_path / "of-wider", 0, TARGETS)[0])
+    assert refused.status_code == 400 and "expected [4, 144]" in refused.text
     # What PEFT writes by default, and what does not matter once an adapter is trained.
     harmless = {"lora_dropout": 0.1, "init_lora_weights": "gaussian", "inference_mode": True}
     right = changed(adapter, tmp_path / "right", harmless | {"layers_pattern": "layers"})
@@ -219,17 +222,3 @@ def to_json(request: Any) -> dict[str, Any]:
 
     fields: dict[str, Any] = {name: getattr(request, name) for name in request.__struct_fields__}
     return dict(msgspec.to_builtins({key: value for key, value in fields.items() if value}))
-
-
-def test_the_adapters_of_the_start_are_checked(
-    model_of_words: str, adapter: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    arguments = {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": "fixed-64",
-        "enable_lora": True,
-        "lora_paths": {"a": changed(adapter, tmp_path, {"use_rslora": True})},
-    }
-    with pytest.raises(RuntimeError), start_engine(model_of_words, **arguments):
-        pass
-    assert "use_rslora=True" in capfd.readouterr().err

@@ -228,6 +228,15 @@ def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
     assert BudgetSchedule.fixed(512).calibration(QWEN3_4B) == "NOT calibrated"
 
 
+@pytest.mark.parametrize(
+    "field", [{"provenance": {"seconds": float("nan")}}, {"model": "\ud800"}], ids=str
+)
+def test_evidence_that_answers_cannot_carry_is_refused(field: dict[str, Any]) -> None:
+    """NaN differs from itself, so that ranks would seem to hold different schedules."""
+    with pytest.raises(ScheduleError, match="provenance"):
+        BudgetSchedule(**BudgetSchedule.fixed(64).model_dump() | field)
+
+
 def test_a_model_whose_schedule_has_another_page_size_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"qwen3-4b-0\.86.*page_size=16.*32.*--page-size 16"):
         schedule_for_model(QWEN3_4B, 32)

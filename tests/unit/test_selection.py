@@ -49,6 +49,11 @@ def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
     [
         None,
         {"landmark_bits": 8},
+        # Rules of earlier versions, which are not those of their landmark_bits.
+        {"group_score": "best_head"},
+        {"landmark_tokens": 4},
+        INT4 | {"group_score": "mean_query"},
+        INT4 | {"landmark_tokens": 16},
         {"landmark_pairs": [[[1]]]},
         {"layer_weights": [1, 1]},
         INT4 | {"landmark_pairs": []},

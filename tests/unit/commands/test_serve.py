@@ -74,6 +74,8 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
         (["--page-size", "32", "--sparrow-schedule", "qwen3-4b-0.86"], "page_size=16"),
         (["--speculative-algorithm", "NGRAM"], "speculative_algorithm='NGRAM'"),
         (["--enable-lora"], "--max-lora-rank"),
+        # SGLang asserts it without a message.
+        (["--tp", "3", "--dp", "2", "--enable-dp-attention"], "tp_size %"),
         (["--host", "host.invalid", "--port=31234"], "--host host.invalid --port 31234"),
     ],
 )

@@ -169,9 +169,10 @@ def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ran
 def test_an_adapter_is_refused_before_the_model_is_loaded(make_args, tmp_path):
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_dora": True}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    args = make_args(lora_paths={"mine": str(tmp_path)}, enable_lora=True)
-    with pytest.raises(ValueError, match=r"lora_paths='mine'.*use_dora=True"):
-        args.check_server_args()
+    for folder, named in ((tmp_path, "use_dora=True"), (tmp_path / "gone", "gone")):
+        args = make_args(lora_paths={"mine": str(folder)}, enable_lora=True)
+        with pytest.raises(ValueError, match=rf"lora_paths='mine'.*{named}"):
+            args.check_server_args()
 
 
 @pytest.mark.parametrize(
