@@ -78,12 +78,11 @@ def write_run(folder: Path, steps: int) -> None:
     record_start(config, config.engine, 0, load_schedule(SCHEDULE, 16))
     log = RunLog(config, 0)
     for step in range(steps):
-        row = step_metrics(step)
         if step % 4 == 0:
-            row |= {"eval/pass_rate": 0.3 + 0.02 * step}
+            log.write_evaluation(step, {"eval/pass_rate": 0.3 + 0.02 * step}, [])
         log.keep(RESPONSES_FILE, step, responses(step))
-        log.write(step, row)
-    log.write(steps, {"eval/pass_rate": 0.75})
+        log.write(step, step_metrics(step))
+    log.write_evaluation(steps, {"eval/pass_rate": 0.75}, [])
     log.close()
 
 

@@ -105,7 +105,12 @@ def calibration_page(calibration: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """By step; those of an evaluation are with the step after it."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    return list(rows.values())
 
 
 def rewrite(run: Path, rows: list[dict[str, float]]) -> None:
@@ -125,6 +130,8 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
             ("seconds", "timing_s/step"),
         ]:
             assert value(cells[head]) == pytest.approx(row[name], rel=6e-4), (head, row["step"])
+        rate = row.get("eval/pass_rate")
+        assert cells["pass rate"] == ("–" if rate is None else f"{rate:.3g}")
     assert (shown[-1]["reward"], shown[-1]["pass rate"]) == ("–", "0.75")
     assert (page.facts["steps"], page.facts["schedule"]) == (f"{STEPS} of {STEPS}", SCHEDULE)
     assert dict(page.tables["Configuration"])["rollout.max_new_tokens"] == "3000"

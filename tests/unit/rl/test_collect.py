@@ -80,6 +80,7 @@ class Engine:
         self.sampled: list[str] = []
         self.version = "0"
         self.tokens = 0
+        self.released = False
         self.asked: list[list[tuple[int, bool]]] = []
 
     def _group(self, prompt: Prompt) -> Group:
@@ -96,6 +97,7 @@ class Engine:
         more_groups: Callable[[bool], Sequence[Group]] | None,
         should_stop: Callable[[], bool] | None,
     ) -> Iterator[tuple[int, Group]]:
+        self.released = False
         if should_stop is not None:
             self.asked = [
                 [(len(one.response_ids), one.finished) for one in group.rollouts]
@@ -149,7 +151,7 @@ class Engine:
         )
 
     def release(self) -> None:
-        pass
+        self.released = True
 
 
 def run_of(reward: Callable[[Group], list[Any]], lag: int = 0, seed: int = 0, **fields: Any) -> Any:
@@ -206,6 +208,8 @@ def test_the_first_groups_with_variance_in_the_order_of_the_data_are_taken(
         if len(useful) == count:
             break
     assert sorted(run.engine.sampled) == sorted(allowed[:walked])
+    # The trainer takes the memory of the engine's KV cache.
+    assert run.engine.released
     assert len(found.groups) == count and found.replaced == walked - count
     assert [name for name in names(found) if int(name) not in same] == useful
     assert found.metrics["sparrow/replaced_groups"] == walked - count
@@ -240,6 +244,7 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         assert all(group.finished for group in found.groups)
         assert found.rewards == tuple(tuple(by_name(group)) for group in found.groups)
         assert found.tokens == run.engine.tokens - before
+        assert run.engine.released
         ages = [
             step - int(segment.weight_version)
             for group in found.groups

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
-from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE
+from sparrow_sglang.run_folder import EVALUATIONS_FILE, METRICS_FILE, RESPONSES_FILE
 
 
 def config(run_dir: Path) -> TrainConfig:
@@ -44,11 +44,14 @@ def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) 
     log.write_evaluation(3, {"eval/pass_rate": 0.8}, [])
     log.write(3, {"loss": 0.2})
     log.close()
-    # A killed run has taken steps 2 and 3 already, and evaluates once more.
-    log = begin(2)
-    assert written() == ended
-    log.write_evaluation(2, {"eval/pass_rate": 0.6}, [])
-    log.write(2, {"loss": 0.3})
-    log.close()
+    # Killed runs have taken steps 2 and 3 already; each resumed one evaluates once more.
+    for before, rate in ((0.7, 0.5), (0.5, 0.6)):
+        log = begin(2)
+        assert written() == [*ended[:2], {"step": 2, "eval/pass_rate": before}]
+        log.write_evaluation(2, {"eval/pass_rate": rate}, [{"set": "", "reward": rate}])
+        log.write(2, {"loss": 0.3})
+        log.close()
     last = [{"step": 2, "eval/pass_rate": 0.6}, {"step": 2, "loss": 0.3}]
     assert written() == [*ended[:2], *last]
+    evaluated = json.loads((tmp_path / EVALUATIONS_FILE).read_text())
+    assert evaluated == {"step": 2, "set": "", "reward": 0.6}
