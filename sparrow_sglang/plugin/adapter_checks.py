@@ -5,7 +5,8 @@ one is checked before the former is unloaded, against the model's shapes, too.
 """
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import cut, quoted
@@ -107,18 +108,26 @@ def check_factors(
     tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> set[str]:
     """Check `tensors` against `module_shapes`; return the last name parts of their modules."""
-    seen: dict[str, set[str]] = {}
+    factors = []
     for name, tensor in tensors.items():
-        module, side = check_factor(name, tensor, rank, shapes)
-        if module not in shapes:
+        factors.append(check_factor(name, tensor, rank, shapes))
+        if (module := factors[-1][0]) not in shapes:
             raise ControlError(f"tensors[{quoted(name)}]: the model has no linear module {module}")
-        seen.setdefault(module, set()).add(side)
-    halves = [module for module, sides in seen.items() if len(sides) == 1]
-    if halves or not seen:
+    _require_both(factors)
+    return {module.rpartition(".")[2] for module, _ in factors}
+
+
+def _require_both(factors: Collection[tuple[str, str]]) -> None:
+    """Raise `ControlError` unless each module has A and B.
+
+    With one of them, the first request would end the scheduler.
+    """
+    sides = Counter(module for module, _ in factors)
+    halves = [module for module, count in sides.items() if count == 1]
+    if halves or not factors:
         raise ControlError(
             f"tensors: expected lora_A and lora_B of {cut(str(halves or 'modules'))}"
         )
-    return {module.rpartition(".")[2] for module in seen}
 
 
 def check_new_adapter(manager: Any, lora_config: Any, *args: Any) -> None:
@@ -129,15 +138,36 @@ def check_new_adapter(manager: Any, lora_config: Any, *args: Any) -> None:
 
 def check_weight(adapter: Any, name: str, tensor: "torch.Tensor") -> None:
     """BEFORE hook of a scheduler: `check_factor` of each tensor that SGLang reads."""
+    if _is_ours():
+        check_factor(name, tensor, adapter.config.r, _shapes_of(adapter.base_hf_config))
+
+
+def check_weights(adapter: Any) -> None:
+    """BEFORE hook of a scheduler: all factors that the first request needs are there."""
     if not _is_ours():
         return
-    config = adapter.base_hf_config
+    names = [*adapter.embedding_layers, *(name for of in adapter.layers for name in of.weights)]
+    factors = [(named[1], named[2]) for named in map(FACTOR.fullmatch, names) if named]
+    _require_both(factors)
+    modules = {module for module, _ in factors}
+    absent = _shapes_of(adapter.base_hf_config).keys() - modules
+    for module in modules:
+        parent, _, part = module.rpartition(".")
+        for first, *others in FUSED:
+            if part in others and f"{parent}.{first}" in absent:
+                raise ControlError(
+                    f"tensors: expected {first} beside {module}, of zeros if need be"
+                )
+
+
+def _shapes_of(config: Any) -> Mapping[str, tuple[int, int]]:
+    """`module_shapes` of a scheduler's model; none where transformers cannot make it."""
     if id(config) not in _shapes:
         try:
             _shapes[id(config)] = module_shapes(config)
         except ControlError:
             _shapes[id(config)] = {}
-    check_factor(name, tensor, adapter.config.r, _shapes[id(config)])
+    return _shapes[id(config)]
 
 
 def _is_ours() -> bool:

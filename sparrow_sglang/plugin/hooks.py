@@ -37,6 +37,7 @@ _POOL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 _POOLS = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
+_ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
 
 # fmt: off
@@ -82,8 +83,8 @@ HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.session.session_controller.Session.create_req", "BEFORE",
      scheduler_hooks.end_turns_at_their_stop),
     (f"{_LORA}.validate_new_adapter", "BEFORE", adapter_checks.check_new_adapter, "lora_config"),
-    ("sglang.srt.lora.lora.LoRAAdapter._process_weight", "BEFORE", adapter_checks.check_weight,
-     "name loaded_weight"),
+    (f"{_ADAPTER}._process_weight", "BEFORE", adapter_checks.check_weight, "name loaded_weight"),
+    (f"{_ADAPTER}._normalize_weights", "BEFORE", adapter_checks.check_weights),
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),

@@ -208,6 +208,13 @@ def test_adapters_that_sglang_would_compute_wrongly_are_refused_on_all_ways_in(
     wider = save_model_of_words(tmp_path / "wider", hidden_size=288)
     refused = load("wrong", save_adapter(wider, tmp_path / "of-wider", 0, TARGETS)[0])
     assert refused.status_code == 400 and "expected [4, 144]" in refused.text
+    # So would one that lacks a factor, or the first of the projections that are computed as one.
+    partial = Path(changed(adapter, tmp_path / "partial", {}), "adapter_model.safetensors")
+    for lacking, named in (("q_proj.lora_B", "lora_A and lora_B"), ("q_proj", "expected q_proj")):
+        tensors = load_file(Path(adapter, partial.name))
+        save_file({key: of for key, of in tensors.items() if lacking not in key}, partial)
+        refused = load("wrong", str(partial.parent))
+        assert refused.status_code == 400 and named in refused.text
     # What PEFT writes by default, and what does not matter once an adapter is trained.
     harmless = {"lora_dropout": 0.1, "init_lora_weights": "gaussian", "inference_mode": True}
     right = changed(adapter, tmp_path / "right", harmless | {"layers_pattern": "layers"})
