@@ -283,6 +283,8 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         "sliding windows in all layers: none keeps the whole KV": kinds == {WINDOW},
         "encoder-decoder: cross-attention has no budget": model_config.is_encoder_decoder,
         "not a generative model: nothing is decoded": not model_config.is_generation,
+        "keys and values of different width": getattr(model_config, "has_asymmetric_kv", False),
+        "soft-capped attention scores": bool(getattr(text, "attn_logit_softcapping", None)),
         "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
         "sparse attention of its own": is_minimax_sparse(model_config.hf_config),
     }

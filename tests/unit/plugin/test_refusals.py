@@ -33,6 +33,12 @@ GEMMA3 = {
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "sliding_window": 128,
+    "attn_logit_softcapping": 50.0,
+}
 QWEN2_WINDOW = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -50,7 +56,7 @@ QWEN3_NEXT = {
 
 @pytest.mark.parametrize(
     "config",
-    [DEEPSEEK, QWEN2_WINDOW, QWEN3_NEXT],
+    [DEEPSEEK, GEMMA2, QWEN2_WINDOW, QWEN3_NEXT],
     ids=lambda config: config["model_type"],
 )
 def test_model(make_args, tmp_path, config):
