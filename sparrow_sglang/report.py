@@ -180,9 +180,9 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for folder, folders, names in os.walk(path):
-        # The folders of a run hold checkpoints.
-        inside = [] if METRICS_FILE in names else folders
-        folders[:] = sorted(folder for folder in inside if not folder.startswith("."))
+        # Of a run they are large, and hold nothing to report.
+        skipped = "checkpoints" if METRICS_FILE in names else ""
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n != skipped)
         names = [name for name in names if name == METRICS_FILE or name.endswith(".json")]
         yield from (Path(folder, name) for name in sorted(names))
 

@@ -14,7 +14,7 @@ import pytest
 from report_inputs import BIN, SCHEDULE, TARGETS, write_calibration, write_run
 
 from sparrow_sglang.commands import cli
-from sparrow_sglang.report import interval
+from sparrow_sglang.report import find_sources, interval
 from sparrow_sglang.schedule import BudgetSchedule
 
 STEPS = 12
@@ -231,6 +231,12 @@ def test_runs_are_compared_over_their_seeds(
     assert first["critic/score/mean"]["at the end"]["difference"] is None
     gap = second["critic/score/mean - eval/pass_rate"]["at the end"]["mean"]["value"]
     assert gap == pytest.approx(0.25)
+
+
+def test_runs_within_the_folder_of_a_run_are_found(run: Path, tmp_path: Path) -> None:
+    for inside in (".", "again", "checkpoints/step-000001"):
+        shutil.copytree(run, tmp_path / inside, dirs_exist_ok=True)
+    assert find_sources([tmp_path]).runs == [tmp_path, tmp_path / "again"]
 
 
 def test_equal_runs_are_compared_without_a_warning() -> None:
