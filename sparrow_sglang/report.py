@@ -35,7 +35,10 @@ PASS_RATE = "eval/pass_rate"
 _TAIL_OF_BIN = f"{TAIL}_bin"
 _TAIL_LABEL = "acceptance rate, 5th percentile"
 _POSITION_LABEL = "position (cached tokens)"
-_LOOKED_FOR = f"the {METRICS_FILE} of a training run, schedules and checks of `sparrow calibrate`"
+_LOOKED_FOR = (
+    f"the {METRICS_FILE} of a training run, or schedules with their evidence and checks by"
+    " `sparrow calibrate`"
+)
 
 _SHOWN_STEPS = 40
 _STEP_COLUMNS = {
