@@ -111,7 +111,7 @@ class Auditor:
             self._prompt_tokens[request.rid] = len(request.input_ids or ())
             parameters = getattr(request, "sampling_params", None)
             generates = parameters is not None and parameters.max_new_tokens != 0
-            if self.rate and generates:
+            if self.rate and parameters is not None:
                 remove_slots(request)
             # SGLang's own health checks and scoring requests cannot be audited.
             state = self._manager.rid_to_state[request.rid]
