@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.acceptance import SampledMean, mean_acceptance_from_samples
+from sparrow_sglang.mismatch.exact_rates import response_logprobs
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -72,23 +73,10 @@ def score_dense(
             ]
         )
         scores += [
-            dense_scores(answer, response)
+            DenseScores(response_logprobs(answer, response))
             for answer, (_, response) in zip(answers, batch, strict=True)
         ]
     return scores
-
-
-def dense_scores(answer: Mapping[str, Any], response: Sequence[int]) -> DenseScores:
-    """Raises `ValueError` if the answer is not about exactly these response tokens."""
-    # The first entry is the prompt's last token, for which SGLang gives no log-prob.
-    entries = answer["meta_info"]["input_token_logprobs"][1:]
-    # SGLang reports the vocabulary's last token as id 0 here, with the right log-prob.
-    same = [entry[1] in (int(token), 0) for entry, token in zip(entries, response, strict=False)]
-    if len(entries) != len(response) or not all(same):
-        raise ValueError(
-            f"the server scored {len(entries)} tokens: expected the response's {len(response)}"
-        )
-    return DenseScores(np.array([entry[0] for entry in entries], dtype=np.float64))
 
 
 def _batches(sequences: Sequences) -> Iterator[Sequences]:

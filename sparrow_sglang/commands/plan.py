@@ -15,12 +15,12 @@ from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import (
     GPUS,
-    MOST_DRAFTS,
     constants,
     lossless_ms,
     step_bytes,
     step_time,
 )
+from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import AUTO, load_schedule, read_schedule, schedule_for_model
 
@@ -57,7 +57,7 @@ class Plan:
         return self.ms(cached) / self.ms(cached, self.schedule)
 
     def lossless(
-        self, cached: int, acceptance: float, most: int = MOST_DRAFTS
+        self, cached: int, acceptance: float, most: int = DEFAULT_DRAFTS
     ) -> tuple[float, int]:
         """See `lossless_ms`."""
         return lossless_ms(self.ms(cached), self.ms(cached, self.drafting), acceptance, most)

@@ -20,8 +20,6 @@ GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 """Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""
 VERIFICATION = 1.2
 """Dense steps that verifying a round of drafts takes."""
-MOST_DRAFTS = 8
-"""Drafts of a round of a server with default arguments."""
 CONSTANTS = Path(__file__).with_name("step_times.json")
 
 _BYTES_PER_VALUE = 2
@@ -147,7 +145,7 @@ def step_time(
 
 
 def lossless_ms(
-    dense_ms: float, sparse_ms: float, acceptance: float, most: int = MOST_DRAFTS
+    dense_ms: float, sparse_ms: float, acceptance: float, most: int
 ) -> tuple[float, int]:
     """Milliseconds a token of lossless decoding with the best number of drafts up to `most`, and
     that number.

@@ -9,8 +9,9 @@ from ports import free_port
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang import measure_acceptance
-from sparrow_sglang.client.acceptance import dense_scores, score_dense
+from sparrow_sglang.client.acceptance import score_dense
 from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.mismatch.exact_rates import response_logprobs
 
 # Small enough that most sequences below take several prefill chunks.
 CHUNK = 64
@@ -95,7 +96,7 @@ def test_scores_of_other_tokens_are_refused(engine, log_probs):
     assert_dense(scores, log_probs(ids, response), response)
     reported = [(None, 3), (-1.0, 0), (-2.0, 7), (-3.0, 0)]
     answer = {"meta_info": {"input_token_logprobs": reported}}
-    assert dense_scores(answer, response).logprobs.tolist() == [-1, -2, -3]
+    assert response_logprobs(answer, response).tolist() == [-1, -2, -3]
     for wrong in ([0, 8, 255], [0, 7], [0, 7, 255, 3]):
         with pytest.raises(ValueError):
-            dense_scores(answer, wrong)
+            response_logprobs(answer, wrong)

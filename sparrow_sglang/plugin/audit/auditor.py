@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.mismatch.exact_rates import AUDIT_STEPS, comparing_request, exact_rates
+from sparrow_sglang.mismatch.exact_rates import (
+    AUDIT_STEPS,
+    comparing_request,
+    exact_rates,
+    response_logprobs,
+)
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog
 from sparrow_sglang.plugin.audit.recorded import (
     AuditQueue,
@@ -321,7 +326,6 @@ def _measured(
     rows["position"] = len(recorded.prompt) + np.arange(len(response))
     rows["token_id"] = response
     rows["kv_budget_tokens"] = list(map(schedule.kv_budget_tokens, rows["position"].tolist()))
-    # The first entry is the prompt's last token, for which SGLang gives no log-prob.
-    rows["dense_logprob"] = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    rows["dense_logprob"] = response_logprobs(answer, response)
     rows["acceptance_rate"] = [np.nan, *exact_rates(answer)]
     return rows

@@ -19,6 +19,7 @@ LOSSLESS = "SPARROW"
 FORCED_ACCEPTANCE = "SPARROW_FORCED_ACCEPTANCE"
 """Variable by which benchmarks of random weights set the share of drafts that are accepted, 0 to 1.
 Answers are then wrong."""
+DEFAULT_DRAFTS = 8
 MAX_DRAFT_TOKENS = 33
 MAX_REQUESTS = 128
 """Default of --max-running-requests, and so of the largest captured batch: a captured round has a

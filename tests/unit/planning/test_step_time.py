@@ -47,7 +47,7 @@ class TestTimes:
         a, dense, sparse = 0.8, 10.0, 2.0
         rounds = {k: 1 + sum(a**i for i in range(1, k + 1)) for k in range(1, 9)}
         expected = {k: (k * sparse + 1.2 * dense) / tokens for k, tokens in rounds.items()}
-        ms, drafts = lossless_ms(dense, sparse, a)
+        ms, drafts = lossless_ms(dense, sparse, a, 8)
         assert drafts == min(expected, key=lambda k: expected[k])
         assert ms == pytest.approx(expected[drafts])
 

@@ -13,7 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sparrow_sglang.mismatch.exact_rates import AUDIT_SLOTS
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog, read_mismatch_log
-from sparrow_sglang.plugin.audit.recorded import AuditQueue, remove_slots, skip_reason
+from sparrow_sglang.plugin.audit.recorded import AuditQueue, skip_reason
 from sparrow_sglang.plugin.audit.statistics import SKIPPED
 from sparrow_sglang.plugin.exact_acceptance import keep_or_compare
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
@@ -82,10 +82,25 @@ def test_requests_beyond_the_slots_are_dropped_and_slots_are_used_again() -> Non
             queue.free(queue.take_first())
 
 
-def test_a_user_gets_no_slot_of_the_audit() -> None:
-    request = tokenized(custom_params={"sparrow_record": [0, 2], "mine": 1})
+@pytest.mark.parametrize("new_tokens", [0, 8])
+def test_a_user_gets_no_slot_of_the_audit(new_tokens: int) -> None:
+    request = tokenized(
+        custom_params={"sparrow_record": [0, 2], "mine": 1},
+        max_new_tokens=new_tokens,
+        extra_key=None,
+    )
     before = request.sampling_params
-    remove_slots(request)
+    manager: Any = SimpleNamespace(
+        server_args=SimpleNamespace(enable_metrics=False),
+        rid_to_state={"a": SimpleNamespace(obj=SimpleNamespace(log_metrics=False))},
+        is_pause=False,
+        gracefully_exit=False,
+    )
+
+    async def receive() -> None:
+        Auditor(manager, 1.0, ACTIVE, None, set()).on_requests([request])
+
+    asyncio.run(receive())
     custom = request.sampling_params.custom_params
     assert custom["mine"] == 1 and custom["sparrow_record"] is None
     assert before.custom_params["sparrow_record"] == [0, 2]
