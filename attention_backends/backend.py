@@ -211,27 +211,28 @@ class SparrowAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: "ForwardBatch", in_capture: bool = False
     ) -> None:
-        if forward_batch.forward_mode.is_target_verify():
+        verifies = forward_batch.forward_mode.is_target_verify()
+        if not verifies:
+            self.decode_guard.planned(captured=True)
+            if not in_capture:
+                self.decode_guard.replayed()
+        if verifies or self.stock_layers or self.dense_step:
             with self._planning:
                 self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
-            self._plan_verify(forward_batch, captured=True)
-            return
-        self.decode_guard.planned(captured=True)
-        if not in_capture:
-            self.decode_guard.replayed()
-        if self.stock_layers or self.dense_step:
-            with self._planning:
-                self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
-        batch = forward_batch.batch_size
-        self.sparse.plan_decode(
-            forward_batch.req_pool_indices[:batch],
-            forward_batch.seq_lens[:batch],
-            forward_batch.seq_lens_cpu,
-            captured=True,
-        )
 
     def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
-        if forward_batch.forward_mode.is_target_verify() or self.dense_step:
+        # Small steps wait for the host, so the graph contains all of our plan.
+        verifies, batch = forward_batch.forward_mode.is_target_verify(), forward_batch.batch_size
+        if verifies:
+            self._plan_verify(forward_batch, captured=True)
+        else:
+            self.sparse.plan_decode(
+                forward_batch.req_pool_indices[:batch],
+                forward_batch.seq_lens[:batch],
+                forward_batch.seq_lens_cpu,
+                captured=True,
+            )
+        if verifies or self.stock_layers or self.dense_step:
             self.dense.init_forward_metadata_in_graph(forward_batch)
 
     def _plan_verify(self, forward_batch: "ForwardBatch", captured: bool) -> None:

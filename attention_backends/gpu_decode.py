@@ -150,8 +150,8 @@ def buffer_bytes(shape: DecodeShape, rows: int, num_layers: int, device: torch.d
 class TritonPagedDecode:
     """The sparse decode step on a CUDA device, by `kernels`.
 
-    The kernels themselves read everything that depends on lengths, so the host prepares only a
-    snapshot of the page table, and one captured graph serves every length. Launches are tuned for
+    The kernels read everything that depends on lengths themselves, so one captured graph, which
+    begins with a snapshot of the page table, serves every length. Launches are tuned for
     the schedule that is active first; any other runs in the same buffers. `req_to_token` is
     [requests, max tokens] int32.
     """

@@ -1,7 +1,7 @@
 """Snapshot of a step's requests for its kernels: physical pages, and how many of them to keep.
 
-It is taken before a captured graph is replayed, because SGLang may write `req_to_token` again while
-the graph still runs.
+It is taken by the first kernel of a step, because SGLang may write `req_to_token` again while the
+others still run.
 """
 
 from typing import NamedTuple

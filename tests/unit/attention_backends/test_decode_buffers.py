@@ -36,6 +36,9 @@ class Dense:
     def init_forward_metadata_out_graph(self, batch: object, in_capture: bool) -> None:
         pass
 
+    def init_forward_metadata_in_graph(self, batch: object) -> None:
+        pass
+
 
 @pytest.fixture
 def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -103,25 +106,18 @@ def test_every_captured_batch_lies_in_buffers_that_stay(backend, planned):
     assert max(sizes) == 20 > ADMITTED
     backend.init_cuda_graph_state(max(sizes), max(sizes))
     for size in reversed(sizes):
-        backend.init_forward_metadata_out_graph(batch_of(size), in_capture=True)
-    captured = list(planned)
-    for size in reversed(sizes):
-        backend.init_forward_metadata_out_graph(batch_of(size))
-    for (table, counts), (replayed, recounted) in zip(
-        captured, planned[len(captured) :], strict=True
-    ):
-        assert len(table) == counts.shape[1] == len(replayed)
-        assert table.data_ptr() == replayed.data_ptr() == captured[0][0].data_ptr()
-        assert counts.data_ptr() == recounted.data_ptr() == captured[0][1].data_ptr()
+        backend.init_forward_metadata_in_graph(batch_of(size))
+    for size, (table, counts) in zip(reversed(sizes), planned, strict=True):
+        assert len(table) == counts.shape[1] == size
+        assert table.data_ptr() == planned[0][0].data_ptr()
+        assert counts.data_ptr() == planned[0][1].data_ptr()
 
 
 def test_a_captured_batch_that_does_not_fit_is_refused(backend, planned):
     backend.init_cuda_graph_state(16, 16)
     with pytest.raises(ValueError, match="20 requests"):
-        backend.init_forward_metadata_out_graph(batch_of(20), in_capture=True)
-    backend.init_forward_metadata_out_graph(batch_of(16), in_capture=True)
-    with pytest.raises(ValueError, match="20 requests"):
-        backend.init_forward_metadata_out_graph(batch_of(20))
+        backend.init_forward_metadata_in_graph(batch_of(20))
+    backend.init_forward_metadata_in_graph(batch_of(16))
     with pytest.raises(ValueError, match="20 requests"):
         backend.init_cuda_graph_state(20, 20)
 
