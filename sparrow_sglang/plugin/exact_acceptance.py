@@ -60,13 +60,8 @@ def record_bytes(server_args: "ServerArgs", model_config: "ModelConfig") -> int:
     return slots * steps * model_config.hidden_size * model_config.dtype.itemsize
 
 
-def remember_places(
-    forward_batch: "ForwardBatch", cls: type, batch: "ScheduleBatch", *args: Any, **kwargs: Any
-) -> None:
-    """AFTER hook: note which slots the requests of a prefill record into or are compared with."""
-    state = PROCESS.scheduler
-    if state is None or state.record is None or not forward_batch.forward_mode.is_extend():
-        return
+def remember_places(state: SchedulerState, batch: "ScheduleBatch") -> None:
+    """Note which slots the requests of a prefill record into or are compared with."""
     model = batch.model_config
     with _guarded(state):
         _the_record(model.hidden_size, model.dtype).assign(

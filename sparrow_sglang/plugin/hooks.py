@@ -2,7 +2,9 @@
 
 SGLang's plugin framework puts a function of ours BEFORE, AFTER or AROUND one of its own, or in its
 place (REPLACE). Except for `CPU_HOOKS`, which belong to our CPU platform, all do nothing in a
-process with another attention backend. `plugin.server_args` changes `ServerArgs`, before that.
+process with another attention backend. `LOSSLESS_HOOKS`, of which one runs for each token of each
+request, are applied in schedulers of lossless decoding only. `plugin.server_args` changes
+`ServerArgs`, before that.
 """
 
 import inspect
@@ -79,9 +81,6 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
      "req tree_cache is_insert|checkpoint"),
     (f"{_SCHEDULER}.abort_request", "AROUND", scheduler_hooks.abort_one, "recv_req"),
-    (f"{_REQ}.update_finish_state", "AROUND", scheduler_hooks.finish_by_token, "new_accepted_len"),
-    ("sglang.srt.session.session_controller.Session.create_req", "BEFORE",
-     scheduler_hooks.end_turns_at_their_stop),
     (f"{_LORA}.validate_new_adapter", "BEFORE", adapter_checks.check_new_adapter, "lora_config"),
     (f"{_ADAPTER}._process_weight", "BEFORE", adapter_checks.check_weight, "name loaded_weight"),
     (f"{_ADAPTER}._normalize_weights", "BEFORE", adapter_checks.check_weights),
@@ -89,9 +88,14 @@ HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),
     # Schedulers: the audit, and exact acceptance rates.
-    (f"{_FORWARD_BATCH}.init_new", "AFTER", exact_acceptance.remember_places, "batch"),
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),
+))
+
+LOSSLESS_HOOKS = tuple(Hook(*row) for row in (
+    (f"{_REQ}.update_finish_state", "AROUND", scheduler_hooks.finish_by_token, "new_accepted_len"),
+    ("sglang.srt.session.session_controller.Session.create_req", "BEFORE",
+     scheduler_hooks.end_turns_at_their_stop),
 ))
 
 CPU_HOOKS = tuple(Hook(*row) for row in (

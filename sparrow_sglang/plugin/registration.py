@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.plugin import server_args
 from sparrow_sglang.plugin.exact_acceptance import record_size
-from sparrow_sglang.plugin.hooks import CPU_HOOKS, HOOKS, failing_probes, is_applied, register_hooks
+from sparrow_sglang.plugin.hooks import (
+    CPU_HOOKS,
+    HOOKS,
+    LOSSLESS_HOOKS,
+    failing_probes,
+    is_applied,
+    register_hooks,
+)
 from sparrow_sglang.plugin.layer_refusals import unknown_attributes
 from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
 from sparrow_sglang.plugin.refusals import (
@@ -65,8 +72,10 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     Raises `RuntimeError` if the plugin did not load as a whole, `InputError` on what is refused.
     """
     refuse(version_problems())
-    require_registration()
     view, model_config = resolved(runner.server_args), runner.model_config
+    if PROCESS.error is None and is_lossless(view):
+        _hook_lossless()
+    require_registration()
     refuse(server_problems(view))
     refuse(model_problems(model_config))
     schedule = server_args.resolve_schedule(runner.server_args, model_config.hf_config)
@@ -109,6 +118,15 @@ def require_registration() -> None:
         raise RuntimeError(
             f"SGLang did not apply these hooks of sparrow-sglang: {missing or 'any'}; {INSTALL}"
         )
+
+
+def _hook_lossless() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    refuse(probe_problems(LOSSLESS_HOOKS))
+    register_hooks(LOSSLESS_HOOKS)
+    HookRegistry.apply_hooks()
+    PROCESS.hooks += LOSSLESS_HOOKS
 
 
 def _platform_hooks() -> tuple[Hook, ...]:

@@ -53,6 +53,9 @@ _INT32 = _Range(-(2**31), 2**31 - 1, "a whole number")
 _INT64 = _Range(-(2**63), 2**63 - 1, "a whole number")
 _FLOAT32 = _Range(-float(np.finfo(np.float32).max), float(np.finfo(np.float32).max))
 
+_NOT_SENT = ("custom_params", "mm_inputs", "positional_embed_overrides")
+"""Fields that `_round_trip_error` leaves out."""
+
 
 def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
     """Ranges other than that of 32 bits."""
@@ -106,18 +109,24 @@ def require_servable(
     ranges = _ranges(len(prompt or ()), vocab_size)
     parameters = request.sampling_params
     session = getattr(request, "session_params", None)
+    packed = isinstance(request, msgspec.Struct)
+    error = _round_trip_error(request) if packed else None
     for part in (request, parameters, *([] if session is None else [session])):
-        for name, (hint, kinds) in _hints(part.__class__).items():
+        for name, (hint, usual) in _hints(part.__class__).items():
             value = getattr(part, name)
-            if value is not None:
+            if value is None:
+                continue
+            # A message that can be decoded holds the right types, and says so much sooner.
+            if not packed or error is not None or name in _NOT_SENT:
                 _require_type(name, value, hint)
-                _require_range(name, value, kinds, ranges)
+            if (limits := ranges.get(name, usual)) is not None:
+                _require_range(name, value, limits)
     _require_logprobs(request, len(prompt or ()), context_tokens)
     for pattern in _listed(getattr(parameters, "stop_regex_strs", None)):
         if problem := regex_problem(pattern):
             raise RequestError(f"stop_regex={quoted(pattern)}: {problem}")
-    if isinstance(request, msgspec.Struct):
-        _require_round_trip(request)
+    if error is not None:
+        raise unreadable(error)
 
 
 def _require_logprobs(
@@ -185,8 +194,8 @@ def _is_slow(parts: Any, repeats: int, follows: bool) -> tuple[bool, bool]:
     return slow, follows
 
 
-def _require_round_trip(request: Any) -> None:
-    """Raise `RequestError` unless the scheduler can decode the message that carries `request`."""
+def _round_trip_error(request: Any) -> Exception | None:
+    """Why the scheduler cannot decode the message that carries `request`; None if it can."""
     from sglang.srt.managers import io_struct
 
     plain = copy(request)
@@ -197,7 +206,8 @@ def _require_round_trip(request: Any) -> None:
     try:
         io_struct.msgpack_decode(io_struct.msgpack_encode(plain))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-        raise unreadable(error) from None
+        return error
+    return None
 
 
 def unreadable(error: Exception) -> RequestError:
@@ -209,9 +219,9 @@ def unreadable(error: Exception) -> RequestError:
 
 
 @cache
-def _hints(cls: Any) -> dict[str, tuple[Any, frozenset[Any]]]:
+def _hints(cls: Any) -> dict[str, tuple[Any, _Range | None]]:
     """Of the fields of SGLang's class whose annotated types msgspec can compare values with: the
-    type, and the scalar types in it."""
+    type, and the range of its numbers."""
     hints = {}
     for name, hint in typing.get_type_hints(cls).items():
         try:
@@ -220,7 +230,10 @@ def _hints(cls: Any) -> dict[str, tuple[Any, frozenset[Any]]]:
             pass
         except (TypeError, RuntimeError):
             continue
-        hints[name] = hint, frozenset(_scalars(hint))
+        kinds = set(_scalars(hint))
+        usual = _FLOAT32 if float in kinds else _INT32 if int in kinds else None
+        # Parameters of one's own reach no tensor.
+        hints[name] = hint, None if name == "custom_params" else usual
     return hints
 
 
@@ -235,20 +248,18 @@ def _require_type(name: str, value: Any, hint: Any) -> None:
         raise RequestError(f"{_shown(name)}={quoted(value)}: {what[0].lower()}{what[1:]}") from None
 
 
-def _require_range(
-    name: str, value: Any, kinds: frozenset[Any], ranges: Mapping[str, _Range]
-) -> None:
-    numeric = name in ranges or int in kinds or float in kinds
-    # Parameters of one's own reach no tensor.
-    if name == "custom_params" or not numeric or isinstance(value, (bool, str)):
-        return
-    least, most, what = ranges.get(name) or (_FLOAT32 if float in kinds else _INT32)
+def _require_range(name: str, value: Any, limits: _Range) -> None:
+    least, most, what = limits
     # Each request has a dozen numbers, for which NumPy would take a third of a millisecond.
     if isinstance(value, (int, float)) and least <= value <= most:
+        return
+    if isinstance(value, (bool, str)):
         return
     keys = list(value) if isinstance(value, Mapping) else None
     values = value.values() if isinstance(value, Mapping) else value
     numbers = np.asarray(list(values) if isinstance(value, (Mapping, set)) else values)
+    if not numbers.size or (least <= numbers.min() and numbers.max() <= most):
+        return
     wrong = np.argwhere(~((numbers >= least) & (numbers <= most)))
     if len(wrong):
         place = "".join(f"[{index if keys is None else repr(keys[index])}]" for index in wrong[0])

@@ -143,14 +143,18 @@ async def _wrapped_answers(
 def _report(answer: Any, request: Any) -> None:
     """Write the usage into the last answer of each part of `request` that asked for it."""
     for place, output in enumerate(answer if isinstance(answer, list) else [answer]):
+        meta = output["meta_info"]
+        if RATES in meta and all(rates is None for rates in meta[RATES]):
+            # An entry for another request's rates, which shared a batch with this one.
+            del meta[RATES]
+        # A stream has an answer per token.
+        if meta.get("finish_reason") is None:
+            continue
         index = output.get("index", place)
         samples = getattr(request, "parallel_sample_num", 1)
         part = request if request.is_single else request[index // samples]
-        option, meta = request_state(part).option, output["meta_info"]
-        if all(rates is None for rates in meta.get(RATES, ())):
-            # An entry for another request's rates, which shared a batch with this one.
-            meta.pop(RATES, None)
-        if option is None or not option.report or meta.get("finish_reason") is None:
+        option = request_state(part).option
+        if option is None or not option.report:
             continue
         # The answer to a request that was aborted before it ran has no token counts.
         usage = option.usage(meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0))

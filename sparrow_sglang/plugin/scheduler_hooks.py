@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.hf_config import num_layers_of
-from sparrow_sglang.plugin.exact_acceptance import record_bytes
+from sparrow_sglang.plugin.exact_acceptance import record_bytes, remember_places
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
@@ -35,22 +35,24 @@ def remember_options(
 ) -> None:
     """AFTER hook: put the options of a prefill's requests on the device, where decode reads them.
 
-    Also announces decode batches to the guard, which refuses those that bypass the backend.
+    Also announces decode batches to the guard, which refuses those that bypass the backend, and has
+    `exact_acceptance` note the requests of a prefill.
 
     A step that is replayed from a CUDA graph knows of a request only its row in the token table,
     which is assigned before the first prefill pass. `init_new` runs on the stream of its pass.
     """
-    if PROCESS.scheduler is None:
+    state = PROCESS.scheduler
+    if state is None:
         _require_another_backend(model_runner)
-        return
-    if forward_batch.forward_mode.is_decode():
-        PROCESS.scheduler.guard.announced()
-    if not forward_batch.forward_mode.is_extend():
-        return
-    PROCESS.scheduler.budgets.set_options(
-        [sglang_versions.kv_of(req).req_pool_idx for req in batch.reqs],
-        [PROCESS.scheduler.option(req) for req in batch.reqs],
-    )
+    elif forward_batch.forward_mode.is_decode():
+        state.guard.announced()
+    elif forward_batch.forward_mode.is_extend():
+        state.budgets.set_options(
+            [sglang_versions.kv_of(req).req_pool_idx for req in batch.reqs],
+            [state.option(req) for req in batch.reqs],
+        )
+        if state.record is not None:
+            remember_places(state, batch)
 
 
 @functools.cache
@@ -97,8 +99,7 @@ def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len:
     tokens only then, so a later match in the round hides an earlier one. In the round that an abort
     ends it searches nothing, and all tokens would be returned.
     """
-    lossless = PROCESS.scheduler is not None and PROCESS.scheduler.lossless
-    if not lossless or new_accepted_len <= 1:
+    if new_accepted_len <= 1:
         original(req, new_accepted_len)
         return
     aborted, req.to_finish = req.to_finish, None
@@ -127,9 +128,8 @@ def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:
 
     SGLang would go on after all tokens of their last round.
     """
-    if PROCESS.scheduler is not None and PROCESS.scheduler.lossless:
-        for node in session.req_nodes.values():
-            node.req.output_ids = node.req.output_ids_through_stop
+    for node in session.req_nodes.values():
+        node.req.output_ids = node.req.output_ids_through_stop
 
 
 def keep_sparse_kv_private(

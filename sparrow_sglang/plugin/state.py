@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.request_options import ATTRIBUTE, RequestError, RequestOption
@@ -78,21 +77,15 @@ class SchedulerState:
     record: tuple[int, int] | None = None
     lossless: bool = False
     compared: list[tuple[int, int] | None] = field(default_factory=list)
-    _options: "WeakKeyDictionary[Req, RequestOption]" = field(
-        default_factory=WeakKeyDictionary, init=False
-    )
 
     def option(self, req: "Req") -> RequestOption:
-        """The option of a request, read at its first prefill."""
-        option, active = self._options.get(req), self.budgets.schedule
-        if option is None:
-            try:
-                option = RequestOption.read(req.sampling_params.custom_params, active)
-            except RequestError:
-                # The launching process refuses the request.
-                option = RequestOption(active)
-            self._options[req] = option
-        return option
+        """The option of a request, during which the schedule is not switched."""
+        active = self.budgets.schedule
+        try:
+            return RequestOption.read(req.sampling_params.custom_params, active)
+        except RequestError:
+            # The launching process refuses the request.
+            return RequestOption(active)
 
 
 class Hook(NamedTuple):

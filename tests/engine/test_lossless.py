@@ -38,7 +38,6 @@ from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.scheduler_hooks import finish_by_token
 from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 RUN = passes.run
@@ -537,7 +536,6 @@ def test_an_abort_hides_no_end_within_its_round(
     req.finished_reason = req.finished_len = None
     req.reasoning_tokens = len(req.output_ids)
     req.to_finish = FINISH_ABORT()
-    monkeypatch.setattr(PROCESS, "scheduler", SimpleNamespace(lossless=True))
     finish_by_token(inspect.unwrap(Req.update_finish_state), req, len(tokens))
     assert req.finished_len == returned and req.output_ids == [1, *tokens]
     assert req.reasoning_tokens == (returned or len(req.output_ids))

@@ -5,6 +5,7 @@ Deterministic in what it is given, so that the ranks of a model agree without a 
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Costs:
             f" {GOOD_ACCEPTANCE} {', '.join(starts)}, by batch size"
         )
 
+    @lru_cache(maxsize=1)  # noqa: B019
     def at(self, batch: float, length: float) -> Any:
         """[most + 1] seconds of rounds of `batch` requests with a mean of `length` tokens."""
         by_batch = [
@@ -82,7 +84,7 @@ class Pace:
         """Drafts of the next round, of requests with a mean of `length` tokens."""
         drafts = self._most
         if self.costs is not None:
-            seconds = self.costs.at(batch, length)
+            seconds = self.costs.at(batch, length // 64 * 64)
             drafts = best_drafts(seconds, self._accepted / self._judged)
             self._undrafted = 0 if drafts else self._undrafted % PROBE_ROUNDS + 1
             if self._undrafted == PROBE_ROUNDS:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -56,9 +56,7 @@ class RoundState(SpecInput):
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
     # The relay reads these.
-    topk_p: ClassVar[None] = None
-    topk_index: ClassVar[None] = None
-    hidden_states: ClassVar[None] = None
+    topk_p = topk_index = hidden_states = None
 
     def __post_init__(self) -> None:
         # A type that no forward pass runs on.
@@ -255,7 +253,8 @@ class LosslessWorker(BaseSpecWorker):
             backend.forced = None
             # A verification without a graph sets no event of its own. With that of the last draft
             # the scheduler would change the token table while the verification reads it.
-            runner.shared_read_done_event = None
+            if not dense:
+                runner.shared_read_done_event = None
 
     def _of_first_rank(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of rank 0: logits of ranks may differ by rounding, and samples do."""

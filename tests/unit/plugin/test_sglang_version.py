@@ -80,7 +80,7 @@ class TestProbes:
         return targets
 
     def test_every_probe_passes_here(self) -> None:
-        everything = [*hooks.HOOKS, *hooks.CPU_HOOKS]
+        everything = [*hooks.HOOKS, *hooks.LOSSLESS_HOOKS, *hooks.CPU_HOOKS]
         assert registration.probe_problems(everything) == []
 
     def test_an_untried_version_is_registered_if_all_pass(
