@@ -128,6 +128,9 @@ async def _wrapped_answers(
             async for answer in answers:
                 begun = True
                 _report(answer, request)
+                if not request.stream:
+                    # The caller may keep this generator, and with it a lock that switches wait for.
+                    await answers.aclose()
                 yield answer
         except UNREADABLE as error:
             if begun:

@@ -10,6 +10,7 @@ from oracle import FP32, ContractModel
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.sglang_versions import request_of
 from sparrow_sglang.schedule import BudgetSchedule
 
 PROMPT = random_prompt(0, 150)
@@ -104,6 +105,15 @@ async def generate_some(engine, count: int) -> list[dict]:
         for _ in range(count)
     ]
     return await asyncio.gather(*requests)
+
+
+def test_a_caller_that_keeps_an_iterator_of_answers_delays_no_switch(engine):
+    answers = engine.tokenizer_manager.generate_request(
+        request_of({"input_ids": PROMPT, "sampling_params": SAMPLING}), None
+    )
+    engine.loop.run_until_complete(anext(answers))
+    assert set_schedule(engine, "fixed-128", timeout_s=20).name == "fixed-64"
+    engine.loop.run_until_complete(answers.aclose())
 
 
 def test_dense_decode_and_back(engine, assert_decoded_by, sharp_llama):
