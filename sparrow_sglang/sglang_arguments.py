@@ -154,9 +154,9 @@ def _server_fields() -> dict[str, ast.expr]:
     }
 
 
-def server_argument_names() -> frozenset[str]:
-    """Raises as `_server_source`."""
-    return frozenset(_server_fields())
+def server_arguments() -> dict[str, type | None]:
+    """Names; int or float for those that take one number. Raises as `_server_source`."""
+    return {name: _number_type(annotation) for name, annotation in _server_fields().items()}
 
 
 def server_flags() -> dict[str, type | None]:
@@ -165,7 +165,9 @@ def server_flags() -> dict[str, type | None]:
     flags: dict[str, type | None] = dict.fromkeys(_flags_in(texts))
     for name, annotation in _server_fields().items():
         names = ["--" + name.replace("_", "-"), *_flags_in(ast.walk(annotation))]
-        flags |= dict.fromkeys(names, _number_type(annotation))
+        keywords = {key.arg for key in ast.walk(annotation) if isinstance(key, ast.keyword)}
+        parsed = keywords & {"nargs", "type_parser", "action", "choices"}
+        flags |= dict.fromkeys(names, None if parsed else _number_type(annotation))
     return flags
 
 
@@ -177,11 +179,8 @@ def _flags_in(nodes: Iterable[ast.AST]) -> list[str]:
 def _number_type(annotation: ast.expr) -> type | None:
     if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
         return None
-    kind, *rest = annotation.slice.elts
-    keywords = {key.arg for node in rest if isinstance(node, ast.Call) for key in node.keywords}
-    if keywords & {"nargs", "type_parser", "action", "choices"}:
-        return None
-    written = re.fullmatch(r"(?:Optional\[)?(int|float)(?:\]| \| None)?", ast.unparse(kind))
+    kind = ast.unparse(annotation.slice.elts[0])
+    written = re.fullmatch(r"(?:Optional\[)?(int|float)(?:\]| \| None)?", kind)
     return {"int": int, "float": float}[written[1]] if written else None
 
 

@@ -19,7 +19,7 @@ from sparrow_sglang.models import (
     path_problem,
 )
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
-from sparrow_sglang.plugin.server_args import unknown_argument
+from sparrow_sglang.plugin.server_args import argument_problem
 from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
 from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
@@ -69,7 +69,7 @@ def _check_settings(config: TrainConfig) -> None:
     check_logging(config.logging)
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
-    if problem := unknown_argument(config.engine.server_args):
+    if problem := argument_problem(config.engine.server_args):
         raise InputError(f"engine.server_args.{problem}")
     # The variable is read as SGLang reads it, whose processes inherit it.
     untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,7 @@ from sparrow_sglang.sglang_arguments import (
     read_model_config,
     resolution_method,
     resolved,
-    server_argument_names,
+    server_arguments,
 )
 from sparrow_sglang.sglang_install import version_problems
 from sparrow_sglang.validation import nearest_first
@@ -117,25 +117,33 @@ def engine_arguments(text: str) -> dict[str, Any]:
         raise ValueError(
             f"--engine-args {text}: expected a JSON object, in quotes, e.g. '{{\"tp_size\": 2}}'"
         )
-    if problem := unknown_argument(arguments):
+    if problem := argument_problem(arguments):
         raise ValueError(f"--engine-args: {problem}")
     return arguments
 
 
-def unknown_argument(names: Iterable[str]) -> str | None:
-    """An error message on the first name that `sglang.Engine` does not know, else None."""
-    known = argument_names()
-    for name in names:
+def argument_problem(arguments: Mapping[str, Any]) -> str | None:
+    """An error message on the first name that `sglang.Engine` does not know, and on the first value
+    that is none where it requires a number."""
+    known = engine_argument_types()
+    for name, value in arguments.items():
         if name not in known:
             near = " or ".join(map(repr, nearest_first(name, sorted(known), cutoff=0.6)[:3]))
             hint = f"did you mean {near}?" if near else "expected a field of its ServerArgs"
             return f"{name} is no argument of SGLang: {hint}"
+        kind = known[name]
+        numbers = (int, float) if kind is float else int
+        wrong = isinstance(value, bool) or not isinstance(value, numbers)
+        if kind is not None and value is not None and wrong:
+            return f"{name}={value!r}: expected {'a number' if kind is float else 'an integer'}"
     return None
 
 
-def argument_names() -> frozenset[str]:
-    """Names of the arguments of `sglang.Engine`: fields of SGLang's `ServerArgs`, and ours."""
-    return server_argument_names() | FIELDS.keys()
+def engine_argument_types() -> dict[str, type | None]:
+    """The arguments of `sglang.Engine`, fields of SGLang's `ServerArgs` and ours; int or float for
+    those that take one number."""
+    ours = {name: float if field.kind is float else None for name, field in FIELDS.items()}
+    return server_arguments() | ours
 
 
 def install() -> None:
