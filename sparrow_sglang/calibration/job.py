@@ -84,6 +84,8 @@ class CalibrationOptions:
         for name, value in given.items():
             if self.check and value:
                 raise CalibrationError(f"--{name} with --check: expected one of the two")
+        if self.out is not None and self.out in map(Path, self.check):
+            raise CalibrationError(f"--out {self.out}: expected another file than in --check")
 
     def require_files(self) -> None:
         """Refuse missing or malformed files, before torch and SGLang are imported."""
@@ -241,6 +243,13 @@ def _job(
     checked = bool(fields["schedules"])
     if options.prompts is not None:
         prompts = read_prompts(options.prompts, tokenize, context)
+        vocab_size = model_value(model["hf_config"], "vocab_size")
+        for prompt in prompts:
+            if vocab_size and (most := max(prompt.input_ids + prompt.response_ids)) >= vocab_size:
+                line = prompt.name.partition("-")[0]
+                raise CalibrationError(
+                    f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
+                )
     else:
         prompts = builtin_prompts(
             tokenize,

@@ -28,7 +28,7 @@ from sparrow_sglang.calibration.rule import (
     sensitivity_schedule,
     variance_kept,
 )
-from sparrow_sglang.calibration.samples import Tokens, plan_samples
+from sparrow_sglang.calibration.samples import VARIANCES, Tokens, plan_samples
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of, partial_layers
 from sparrow_sglang.mismatch.token_bins import whole_pages
@@ -100,7 +100,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     """
     tokens = int4_landmark_tokens(job.page_size)
     step = _step_of(job, "pairs", _even(job, SelectionRule()), landmark_tokens=tokens)
-    path = step.work.path / "variances.json"
+    path = step.work.path / VARIANCES
     if path.exists():
         return np.array(json.loads(path.read_text("utf-8")))
     room = job.context - UNSCORED

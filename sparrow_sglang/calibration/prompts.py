@@ -79,7 +79,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     """
     try:
         # Not `splitlines`, which also splits at separators that JSON strings may contain.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(
             f"--prompts {path}{relative_note(path)}: cannot be read"
@@ -90,11 +90,19 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        ids, response = _prompt_ids(line, f"{path}:{number}", tokenize)
+        where = f"{path}:{number}"
+        try:
+            ids, response = _prompt_ids(line, where, tokenize)
+        except CalibrationError:
+            raise
+        except Exception as error:  # templates raise anything on messages that they do not expect
+            raise CalibrationError(
+                f"{where}: cannot be tokenized ({type(error).__name__}: {cut(str(error))})"
+            ) from None
         longest = context - NEEDED_ROOM - UNSCORED
         if len(ids) > longest:
             raise CalibrationError(
-                f"{path}:{number}: the prompt has {len(ids)} tokens: expected at most {longest}, to"
+                f"{where}: the prompt has {len(ids)} tokens: expected at most {longest}, to"
                 f" leave room in the model's context of {context}"
             )
         name = names.setdefault(tuple(ids), f"{number}-{_digest(ids)[:8]}")
@@ -109,7 +117,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
 def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         row = None
     fields = row if isinstance(row, dict) else {}
     text, messages, ids = (fields.get(key) for key in ("prompt", "messages", "input_ids"))

@@ -22,6 +22,7 @@ from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedule import BudgetSchedule
 
 SETTINGS = "settings.json"
+VARIANCES = "variances.json"
 _BATCHES = "batch-*.parquet"
 _SAMPLES_KEY = b"sparrow_samples"
 
@@ -88,7 +89,8 @@ def plan_samples(
 
 class WorkFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Raises `CalibrationError` if the folder holds other settings or cannot be written."""
+        """Raises `CalibrationError` if the folder has measurements of other settings or cannot be
+        written."""
         self.path = path
         target = path / SETTINGS
         try:
@@ -99,7 +101,8 @@ class WorkFolder:
                 f"--work {path}: {error}; expected a new folder, or one of the same command"
             ) from None
         text = json.dumps(settings, indent=1) + "\n"
-        if stored is None:
+        # A command that failed before it measured anything may be corrected.
+        if stored is None or not any(path.glob(_BATCHES)) and not (path / VARIANCES).exists():
             with self.writing(SETTINGS) as draft:
                 draft.write_text(text, "utf-8")
             return

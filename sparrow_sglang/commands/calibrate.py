@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "prompts-per-bin": (count, "built-in prompts per bin"),
         "min-tokens": (count, "measured tokens that a bin needs to be judged"),
         "batch": (count, "generations at the same time"),
-        "seed": (int, "seed of built-in prompts and of sampling"),
+        "seed": (at_least(0), "seed of built-in prompts and of sampling"),
     }
     for name, (kind, what) in counts.items():
         value = getattr(default, name.replace("-", "_"))

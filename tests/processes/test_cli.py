@@ -59,6 +59,7 @@ REFUSED = [
     (["calibrate", "--prompts", "texts.jsonl"], "", "texts.jsonl:1: "),
     (["calibrate", "--check", "gone.json"], "", "gone.json (relative to {cwd}): cannot be read"),
     (["calibrate", "--out", "m.yaml"], "", "--out m.yaml: expected the name of a .json file"),
+    (["calibrate", "--check", "m.json", "--out", "m.json"], "", "--out m.json"),
     (["calibrate", "--engine-args", '{"tp_sise": 2}'], "", "did you mean 'tp_size'"),
     (
         ["calibrate", "--check", "m.json", "--rule", "calibrated"],

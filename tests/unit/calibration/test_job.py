@@ -5,12 +5,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import Qwen3_5Config
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration import job as calibration_jobs
 from sparrow_sglang.calibration.job import CalibrationOptions, calibration_job, check_job
+from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -38,6 +40,14 @@ def test_every_sequence_is_short_enough_to_be_scored(options: CalibrationOptions
     assert lengths == [150, 249, 249, 249, 249]
     # The last line repeats the prompt before it, and counts as another sample of that prompt.
     assert job.settings["num_prompts"] == 4
+
+
+@pytest.mark.parametrize("row", [{"input_ids": [1, 256]}, {"input_ids": [1], "response": [5, 256]}])
+def test_a_token_beyond_the_vocabulary_is_refused(options: CalibrationOptions, row: dict) -> None:
+    assert options.prompts is not None
+    options.prompts.write_text(json.dumps(row) + "\n")
+    with pytest.raises(CalibrationError, match="p.jsonl:1"):
+        calibration_job(options)
 
 
 def test_a_check_judges_by_the_target_that_was_asked_for(
@@ -69,7 +79,8 @@ def test_measurements_of_another_machine_dtype_sglang_or_of_other_weights_are_re
     model = tmp_path / "model"
     shutil.copytree(options.model_path, model)
     options = replace(options, model_path=str(model), work=tmp_path / "work")
-    assert calibration_job(options).work.path == calibration_job(options).work.path
+    calibration_job(options).work.add({0: Tokens("p", np.array([5]), np.array([0.5]))})
+    assert list(calibration_job(options).work.load()) == [0]
     for field, name in {
         "device": "device_name",
         "dtype": "engine_dtype",

@@ -52,7 +52,7 @@ def test_only_line_breaks_end_a_line(tmp_path: Path, separator: str) -> None:
     path = tmp_path / "p.jsonl"
     rows = [{"prompt": f"a{separator}b"}, {"prompt": "c"}]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    path.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
     assert len(read_prompts(path, words, 12)) == 2
 
 
@@ -79,6 +79,10 @@ def test_lines_with_the_same_prompt_are_one_cluster(tmp_path: Path) -> None:
         '{"input_ids": [1]}\nnot json\n',
         '{"input_ids": []}',
         '{"input_ids": [true]}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "user", "content": null}]}',
+        "[" * 100_000,
+        f'{{"input_ids": [{"9" * 5000}]}}',
         '{"prompt": "a", "response": ""}',
         '{"prompt": "a", "response": [1]}',
         '{"prompt": "a", "response": 3}',

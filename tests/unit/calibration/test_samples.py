@@ -25,7 +25,9 @@ def test_a_work_folder_keeps_batches_and_leaves_out_damaged_ones(tmp_path: Path)
 
 
 def test_a_work_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    WorkFolder(tmp_path / "w", {"model": "m", "budgets": [64]})
+    # Without a measurement it is a folder like a new one.
+    WorkFolder(tmp_path / "w", {"model": "m", "budgets": [32]})
+    WorkFolder(tmp_path / "w", {"model": "m", "budgets": [64]}).add({0: TOKENS})
     with pytest.raises(CalibrationError, match="budgets"):
         WorkFolder(tmp_path / "w", {"model": "m", "budgets": [96]})
 
