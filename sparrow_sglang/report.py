@@ -694,7 +694,8 @@ def compare(sources: Sources) -> dict[str, Any]:
         except ReportError as error:
             sources.left_out.append(str(error))
     if len(runs) < 2:
-        raise ReportError(f"expected two or more runs to compare, got {len(runs)}")
+        reasons = "; ".join(sources.left_out)
+        raise ReportError(f"expected two or more runs to compare, got {len(runs)}: {reasons}")
     shortest = min(runs, key=lambda run: run.last_step)
     end = shortest.last_step
     if any(run.last_step > end for run in runs):

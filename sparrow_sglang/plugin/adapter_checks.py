@@ -139,7 +139,7 @@ def check_new_adapter(manager: Any, lora_config: Any, *args: Any) -> None:
 def check_weight(adapter: Any, name: str, tensor: "torch.Tensor") -> None:
     """BEFORE hook of a scheduler: `check_factor` of each tensor that SGLang reads."""
     if _is_ours():
-        check_factor(name, tensor, adapter.config.r, _shapes_of(adapter.base_hf_config))
+        check_factor(name, tensor, adapter.config.r, shapes_of(adapter.base_hf_config))
 
 
 def check_weights(adapter: Any) -> None:
@@ -150,7 +150,7 @@ def check_weights(adapter: Any) -> None:
     factors = [(named[1], named[2]) for named in map(FACTOR.fullmatch, names) if named]
     _require_both(factors)
     modules = {module for module, _ in factors}
-    absent = _shapes_of(adapter.base_hf_config).keys() - modules
+    absent = shapes_of(adapter.base_hf_config).keys() - modules
     for module in modules:
         parent, _, part = module.rpartition(".")
         for first, *others in FUSED:
@@ -160,8 +160,9 @@ def check_weights(adapter: Any) -> None:
                 )
 
 
-def _shapes_of(config: Any) -> Mapping[str, tuple[int, int]]:
-    """`module_shapes` of a scheduler's model; none where transformers cannot make it."""
+def shapes_of(config: Any) -> Mapping[str, tuple[int, int]]:
+    """`module_shapes` of a scheduler's model; none where transformers cannot make it. The first
+    call takes a second or two."""
     if id(config) not in _shapes:
         try:
             _shapes[id(config)] = module_shapes(config)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
-from sparrow_sglang.plugin import server_args
+from sparrow_sglang.plugin import adapter_checks, server_args
 from sparrow_sglang.plugin.exact_acceptance import record_size
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
@@ -92,6 +92,9 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
     backend = SparrowAttnBackend(runner, schedule)
+    if (lora_manager := getattr(runner, "lora_manager", None)) is not None:
+        # Now, and not while requests wait for the first adapter.
+        adapter_checks.shapes_of(lora_manager.base_hf_config)
     PROCESS.scheduler = SchedulerState(
         backend.budgets,
         backend.decode_guard,

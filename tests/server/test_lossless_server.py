@@ -68,15 +68,23 @@ def test_answers_are_those_of_a_stock_server(served: tuple[str, str]) -> None:
 
 
 def test_drafts_are_counted(served: tuple[str, str]) -> None:
-    """The ratio of the counters estimates the mean acceptance rate."""
-    answer(served[0])
-    lines = httpx.get(f"{served[0]}/metrics").text.splitlines()
+    """The ratio of the counters estimates the mean acceptance rate along answers."""
+    before, accepted = counters(served[0]), 0
+    for tokens in (11, 12, 13, 14):
+        body = {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": tokens}}
+        meta = httpx.post(f"{served[0]}/generate", json=body, timeout=60).json()["meta_info"]
+        accepted += sum(n * count for n, count in enumerate(meta["spec_correct_drafts_histogram"]))
+    drafts, counted = (now - then for now, then in zip(counters(served[0]), before, strict=True))
+    assert 0 < counted == accepted < drafts
+
+
+def counters(url: str) -> tuple[float, float]:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
     drafts, accepted = (
         sum(float(line.split()[-1]) for line in lines if line.startswith(f"sparrow:{counter}"))
         for counter in ("drafts_total", "accepted_drafts_total")
     )
-    assert drafts > 0
-    assert 0 < accepted / drafts < 1
+    return drafts, accepted
 
 
 def test_what_a_round_cannot_honour_is_a_bad_request(served: tuple[str, str]) -> None:
