@@ -295,6 +295,7 @@ DENSE = "dense"
 
 _OWN_SETTINGS = {
     "model_path": "model.path",
+    "random_seed": "seed",
     "attention_backend": "engine.schedule",
     "sparrow_schedule": "engine.schedule",
     "speculative_algorithm": "engine.lossless",

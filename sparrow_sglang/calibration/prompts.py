@@ -62,7 +62,9 @@ def tokenizer_of(model_path: str) -> Tokenize:
         if tokenizer().chat_template is None and not isinstance(text, str):
             text = "\n\n".join(str(message.get("content", "")) for message in text)
         if isinstance(text, str):
-            return list(tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"])
+            # Without a warning about texts beyond the context, which are sliced or refused.
+            encoded = tokenizer()(text, add_special_tokens=add_special_tokens, verbose=False)
+            return list(encoded["input_ids"])
         ids = tokenizer().apply_chat_template(text, add_generation_prompt=True, return_dict=False)
         return list(ids)
 

@@ -43,6 +43,7 @@ def test_values_of_the_file_arrive(tmp_path: Path) -> None:
         ("[cluster]\ntrainers = 4\ncolocate = true", "trainers=4"),
         ("steps = 3 3", "TOML"),
         ('train_path = "a\\u0000b"', "train_path"),
+        ("[engine]\nserver_args = {random_seed = 1}", "set seed"),
         ("[mismatch]\nsequences = true", "mismatch.sequences=True"),
         ("[logging]\ntensorboard = 0", "logging.tensorboard=0"),
         ("[model]\ndtype = '" + "x" * 9000 + "'", r"model.dtype='xxx.{,300}$"),
