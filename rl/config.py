@@ -1,6 +1,7 @@
 """The configuration of a training run, read from TOML. Imports neither torch nor SGLang."""
 
 import json
+import os
 import textwrap
 import tomllib
 import types
@@ -34,7 +35,7 @@ def _usable(path: object) -> object:
         raise ValueError("expected a path, not an empty string")
     if "\0" in str(path):
         raise ValueError("expected a path without NUL characters")
-    return path
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 _Array = TypeVar("_Array")

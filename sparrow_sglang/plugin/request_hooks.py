@@ -128,7 +128,7 @@ async def _wrapped_answers(
             async for answer in answers:
                 begun = True
                 _report(answer, request)
-                if not request.stream:
+                if not getattr(request, "stream", False):
                     # The caller may keep this generator, and with it a lock that switches wait for.
                     await answers.aclose()
                 yield answer

@@ -115,7 +115,7 @@ class LosslessWorker(BaseSpecWorker):
         counts = self._pace.observe(
             [
                 count
-                for count, req in zip(num_correct_drafts_per_req, requests, strict=True)
+                for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
                 if not (req.finished() or req.is_retracted)
             ]
         )

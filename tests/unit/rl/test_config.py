@@ -87,6 +87,7 @@ def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) 
         "optimizer.betas=[0.8, 0.9]",
         "run_dir=2026-01-31",
         "task.train_path=a=b.jsonl",
+        "task.heldout_path=~/c.jsonl",
         "model.path='Qwen/Qwen3-4B'",
         "algorithm.correction=mask",
         "engine.server_args.tp_size=2",
@@ -98,6 +99,7 @@ def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) 
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.run_dir == Path("2026-01-31")
     assert config.task.train_path == Path("a=b.jsonl")
+    assert config.task.heldout_path == Path.home() / "c.jsonl"
     assert config.model.path == "Qwen/Qwen3-4B"
     assert config.algorithm.correction == "mask"
     assert config.engine.server_args == {"tp_size": 2, "dtype": "float32"}
