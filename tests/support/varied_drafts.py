@@ -10,9 +10,4 @@ from sparrow_sglang.plugin.lossless.pace import Pace
 def vary_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of no, one and up to four drafts in turn, in engines that are forked from now on."""
     counts = itertools.cycle((0, 1, 4, 0, 0, 3))
-
-    def next_round(pace: Pace, batch: int, length: float) -> int:
-        pace._in_flight.append(count := next(counts))
-        return count
-
-    monkeypatch.setattr(Pace, "next_round", next_round)
+    monkeypatch.setattr(Pace, "next_round", lambda *_: next(counts))

@@ -3,7 +3,7 @@
 Deterministic in what it is given, so that the ranks of a model agree without a message.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -77,8 +77,6 @@ class Pace:
         self.costs: Costs | None = None
         self._accepted, self._judged = _PRIOR * _PRIOR_DRAFTS, _PRIOR_DRAFTS
         self._undrafted = 0
-        # Drafts of the rounds whose outcome is not on the host yet.
-        self._in_flight: deque[int] = deque()
 
     def next_round(self, batch: int, length: float) -> int:
         """Drafts of the next round, of requests with a mean of `length` tokens."""
@@ -89,16 +87,14 @@ class Pace:
             self._undrafted = 0 if drafts else self._undrafted % PROBE_ROUNDS + 1
             if self._undrafted == PROBE_ROUNDS:
                 drafts = best_drafts(seconds, GOOD_ACCEPTANCE)
-        self._in_flight.append(drafts)
         return drafts
 
-    def observe(self, accepted: Sequence[int]) -> tuple[int, int]:
-        """Take the drafts accepted of each request in the oldest round in flight.
+    def observe(self, drafts: int, accepted: Sequence[int]) -> tuple[int, int]:
+        """Take the drafts accepted of each request in a round that drafted so many.
 
         Returns how many drafts were judged, which are those whose predecessors were accepted, and
         how many of them were accepted.
         """
-        drafts = self._in_flight.popleft()
         hits = sum(accepted)
         judged = hits + sum(count < drafts for count in accepted)
         if drafts:

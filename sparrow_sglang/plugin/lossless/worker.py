@@ -86,8 +86,8 @@ class LosslessWorker(BaseSpecWorker):
         self._width = int(get_spec().speculative_num_draft_tokens)
         self._draft_graphs: Any = None
         self._pace = Pace(self._width - 1)
-        # The requests of the rounds whose outcome is not on the host yet.
-        self._in_flight: deque[list[Req]] = deque()
+        # Drafts and requests of the rounds whose outcome is not on the host yet.
+        self._in_flight: deque[tuple[int, list[Req]]] = deque()
         is_first = get_parallel().tp_rank == 0
         self._counters: tuple[Any, ...] = ()
         if server_args.enable_metrics and is_first:
@@ -110,15 +110,14 @@ class LosslessWorker(BaseSpecWorker):
         return getattr(self._target_worker, name)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
-        requests = self._in_flight.popleft()
+        drafts, requests = self._in_flight.popleft()
         # The scheduler launches a round before it knows which requests the one before has ended.
-        counts = self._pace.observe(
-            [
-                count
-                for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
-                if not (req.finished() or req.is_retracted)
-            ]
-        )
+        accepted = [
+            count
+            for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
+            if not (req.finished() or req.is_retracted)
+        ]
+        counts = self._pace.observe(drafts, accepted)
         for counter, count in zip(self._counters, counts, strict=False):
             counter.inc(count)
 
@@ -190,7 +189,7 @@ class LosslessWorker(BaseSpecWorker):
             return result
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
         count = self._pace.next_round(len(lengths), sum(lengths) / len(lengths))
-        self._in_flight.append(batch.reqs[:])
+        self._in_flight.append((count, batch.reqs[:]))
         return self._round(batch, count, on_publish)
 
     def _round(

@@ -49,14 +49,14 @@ def test_two_ranks_agree(rounds: list[tuple[int, int]]) -> None:
         drafts = {pace.next_round(batch, 2000) for pace in paces}
         assert len(drafts) == 1
         for pace in paces:
-            pace.observe([min(accepted, *drafts)] * batch)
+            pace.observe(*drafts, [min(accepted, *drafts)] * batch)
 
 
 def test_rounds_follow_the_acceptance_and_are_probed() -> None:
     pace = Pace(MOST)
     assert pace.next_round(1, 100) == MOST
     # The draft after three accepted ones was rejected, that after eight does not exist.
-    assert pace.observe([3, 0, 8]) == (13, 11)
+    assert pace.observe(MOST, [3, 0, 8]) == (13, 11)
     pace.costs = costs_of({1024: seconds(0.6, 1.1)})
 
     def rounds(acceptance: float, count: int) -> list[int]:
@@ -64,7 +64,7 @@ def test_rounds_follow_the_acceptance_and_are_probed() -> None:
         chosen = []
         for _ in range(count):
             drafts = pace.next_round(1, 100)
-            pace.observe([int((draw.random(drafts) < acceptance).cumprod().sum())])
+            pace.observe(drafts, [int((draw.random(drafts) < acceptance).cumprod().sum())])
             chosen.append(drafts)
         return chosen
 
