@@ -165,8 +165,9 @@ def calibration_job(options: CalibrationOptions) -> Job:
                 f"--out {cut(str(path))}: expected a schedule's name, {NAME.pattern}, and .json"
             )
     context, page_size = model["context"], options.page_size
-    bin_tokens = options.bin_tokens or default_bin_tokens(context, page_size)
-    if bin_tokens < 1 or bin_tokens % page_size:
+    default = SHORT_BIN_TOKENS if context <= SHORT_CONTEXT else BIN_TOKENS
+    bin_tokens = options.bin_tokens or default // page_size * page_size
+    if bin_tokens % page_size:
         raise CalibrationError(
             f"--bin-tokens={bin_tokens}: expected a multiple of the page size {page_size}"
         )
@@ -307,11 +308,6 @@ def _model(options: CalibrationOptions) -> dict[str, Any]:
     if context is None:
         raise CalibrationError("--engine-args: expected context_length, which the model lacks")
     return {"path": path, "hf_config": config, "context": int(context)}
-
-
-def default_bin_tokens(context: int, page_size: int) -> int:
-    tokens = SHORT_BIN_TOKENS if context <= SHORT_CONTEXT else BIN_TOKENS
-    return tokens // page_size * page_size
 
 
 def default_budgets(context: int, page_size: int) -> list[int]:

@@ -47,7 +47,8 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     hf_config, context = job.hf_config, job.context
     layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
     whole = [layer for layer in range(layers) if layer not in partial]
-    prompts = _longest(job.prompts)
+    longest = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i].input_ids))
+    prompts = [job.prompts[i] for i in sorted(longest[:PROMPTS])]
     variances = _pair_variances(job, prompts)
     pairs = chosen_pairs(variances)
     rule = SelectionRule(landmark_bits=4, landmark_pairs=pairs)
@@ -65,11 +66,6 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
     kept = variance_kept(variances, pairs)
     return _under(job, choose_rule(rule, kept, sensitivity, tails, partial))
-
-
-def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    keep = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].input_ids))[:PROMPTS]
-    return [prompts[i] for i in sorted(keep)]
 
 
 def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> Job:

@@ -78,7 +78,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     tokens = f"tokens per page {shown_default}"
     add("--page-size", type=int, choices=PAGE_SIZES, default=default.page_size, help=tokens)
     bins = "positions per bin; default about 2000, or 1024 up to a context of 16384"
-    add("--bin-tokens", type=int, help=bins)
+    add("--bin-tokens", type=count, help=bins)
     counts: dict[str, tuple[Callable[[str], int], str]] = {
         "new-tokens": (at_least(2), "most new tokens per generation"),
         "samples": (count, "generations per prompt and budget"),

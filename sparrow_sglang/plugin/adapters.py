@@ -122,16 +122,12 @@ async def _replace(
         raise ControlError(f"SGLang did not take adapter {name!r}{state}: {loaded.error_message}")
 
 
-def _lora_manager(scheduler: "Scheduler") -> Any:
-    return scheduler.tp_worker.model_runner.lora_manager
-
-
 @scheduler_rpc(_ROOM)
 def _require_room(scheduler: "Scheduler", config: dict[str, Any]) -> dict[str, Any]:
     """In a scheduler: refuse what SGLang would refuse, before the former adapter is unloaded."""
     from sglang.srt.lora.lora_config import LoRAConfig
 
-    pool = _lora_manager(scheduler).memory_pool
+    pool = scheduler.tp_worker.model_runner.lora_manager.memory_pool
     if not pool.can_support(LoRAConfig.from_dict(config)):
         raise ControlError(
             f"config: r={config['r']}, target_modules={quoted(config['target_modules'])}: expected"
