@@ -1,7 +1,6 @@
 """Measure samples with an SGLang engine: the acceptance rate of every sparsely decoded token."""
 
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -104,17 +103,18 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise CalibrationError(f"the engine does not start: {error}") from error
     try:
-        stop_waiting_when_it_dies(engine)
+        take_signals_back(engine)
         yield engine
     finally:
         engine.shutdown()
 
 
-def stop_waiting_when_it_dies(engine: Any) -> None:
-    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and
-    `SystemExit` on SIGTERM.
+def take_signals_back(engine: Any) -> None:
+    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and leave
+    SIGTERM to the handler that it has.
 
-    SGLang's own handlers kill this process without a message, and wait for all requests.
+    SGLang's own handlers kill this process without a message, and wait for all requests. They would
+    miss a signal while no call waits, also after the engine has ended.
     """
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 
@@ -124,13 +124,14 @@ def stop_waiting_when_it_dies(engine: Any) -> None:
         ) -> None:
             engine.loop.stop()
 
-        def sigterm_handler(
-            self, signum: int | None = None, frame: FrameType | None = None
-        ) -> None:
-            # asyncio passes this on to the caller of the loop.
-            sys.exit(128 + signal.SIGTERM)
+    async def install() -> None:
+        engine.tokenizer_manager.auto_create_handle_loop()
+        engine.loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, on_sigterm)
 
     engine.tokenizer_manager.signal_handler_class = StopLoop
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    engine.loop.run_until_complete(install())
 
 
 def _raise_failed_start(signum: int, frame: FrameType | None) -> None:

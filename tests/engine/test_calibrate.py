@@ -20,10 +20,11 @@ from engines import save_tiny_model, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.calibration import measure, measure_rule
-from sparrow_sglang.calibration.measure import stop_waiting_when_it_dies
+from sparrow_sglang.calibration.measure import take_signals_back
 from sparrow_sglang.calibration.measure_rule import PROMPTS
 from sparrow_sglang.calibration.rule import RuleChoice, choose_rule
 from sparrow_sglang.calibration.samples import WorkFolder
+from sparrow_sglang.command_line import exit_on_sigterm
 from sparrow_sglang.commands import cli
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def forked_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
     extra = {"attention_backend": "sparrow", "max_running_requests": 40, "max_total_tokens": 12000}
     with start_engine(model_path, **(extra | engine_args)) as engine:
-        stop_waiting_when_it_dies(engine)
+        take_signals_back(engine)
         yield engine
 
 
@@ -204,6 +205,17 @@ def test_signals_lose_only_the_open_batch(calibrated: Path, model: str, tmp_path
     assert cli.main(argv) == 0
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
     assert BudgetSchedule.from_json(tmp_path / "m.json").calibrated
+
+
+def test_sigterm_is_not_missed_between_calls(model: str) -> None:
+    """Choosing a rule takes several engines, one after the other."""
+    exit_on_sigterm()
+    with (
+        pytest.raises(SystemExit),
+        forked_engine(model, {"sparrow_schedule": "fixed-64"}) as engine,
+    ):
+        engine.generate(input_ids=[5] * 8, sampling_params={"max_new_tokens": 1})
+        signal.raise_signal(signal.SIGTERM)
 
 
 def pairs_that_vary_most(model: str, prompts: Path, count: int) -> tuple:
