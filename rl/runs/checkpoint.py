@@ -39,7 +39,8 @@ _STATE = "state.json"
 _FORMAT = 1
 """Raised where an earlier version could not read a checkpoint any more."""
 # Sections and single keys that may differ between a checkpoint and the run that resumes it: neither
-# the content of the checkpoint nor the order of the data depends on them.
+# the content of the checkpoint nor the order of the data, whose prompts are compared, depends on
+# them.
 _FREE = (
     "run_dir",
     "steps",
@@ -59,9 +60,12 @@ _FREE = (
     "optimizer.warmup_steps",
     "rollout.max_new_tokens",
     "rollout.timeout_s",
+    "task.heldout_path",
+    "task.heldout_sets",
     "task.reward_timeout_s",
     "task.rewards_timeout_s",
     "task.reward_workers",
+    "task.train_path",
 )
 
 

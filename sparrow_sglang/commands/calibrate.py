@@ -20,6 +20,7 @@ from sparrow_sglang.calibration.measure_rule import PROMPTS, with_chosen_rule
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
 from sparrow_sglang.calibration.rule import describe_rule
 from sparrow_sglang.command_line import at_least, count, exit_on_sigterm
+from sparrow_sglang.mismatch.tail import MIN_CLUSTERS
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedule import PAGE_SIZES
@@ -131,9 +132,10 @@ def _announce(job: Job) -> None:
     before = ""
     if not job.schedules and job.options.rule != PUBLISHED:
         before = f", after {PROMPTS} for each layer that choose the selection rule"
+    few = f" (a bin needs {MIN_CLUSTERS})" if len(prompts) < MIN_CLUSTERS else ""
     print(
         f"{len(job.samples)} generations of up to {job.options.new_tokens} tokens, from"
-        f" {len(prompts)} prompts of up to {max(prompts.values())} tokens{before}; kept in"
+        f" {len(prompts)} prompts{few} of up to {max(prompts.values())} tokens{before}; kept in"
         f" {job.folder}",
         flush=True,
     )

@@ -109,7 +109,10 @@ def test_settings_and_data_that_the_run_depends_on_must_not_change(tiny_llama, t
     with pytest.raises(InputError, match="training prompts of task 'story' are not those"):
         checkpoints.begin(now, True, "abd")
     faster = now.optimizer.model_copy(update={"lr": 0.5, "warmup_steps": 3})
-    assert checkpoints.begin(now.model_copy(update={"optimizer": faster}), True, "abc") == folder
+    # The same prompts in another place.
+    moved = now.task.model_copy(update={"train_path": tmp_path / "moved.jsonl"})
+    free = {"optimizer": faster, "task": moved}
+    assert checkpoints.begin(now.model_copy(update=free), True, "abc") == folder
     heavier = now.optimizer.model_copy(update={"weight_decay": 0.5})
     with pytest.raises(InputError, match="optimizer.weight_decay=0.5: .* optimizer.lr"):
         checkpoints.begin(now.model_copy(update={"optimizer": heavier}), True, "abc")
