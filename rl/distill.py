@@ -50,12 +50,13 @@ _LEAST_REST = 1e-6
 class SparseAdapter:
     """The adapter of a policy, and its optimizer. Rollouts, `merged_weights`, `tensors` and `save`
     multiply it by `scale`, which is 0 until `choose_scale` finds that the adapter helps; `gains`
-    are its measurements. Steps compute with the whole adapter."""
+    are its measurements under the `schedule` of that name. Steps compute with the whole adapter."""
 
     def __init__(self, policy: DensePolicy, settings: DistillConfig) -> None:
         """Changes nothing in the policy's model yet. Raises as `require_modules`."""
         self.scale = 0.0
         self.gains: list[Gains] = []
+        self.schedule = ""
         self._policy = policy
         self._settings = settings
         self._lora = LoraConfig(
@@ -217,6 +218,7 @@ class SparseAdapter:
         return {
             "scale": self.scale,
             "gains": self.gains,
+            "schedule": self.schedule,
             "params": [parameter.detach() for parameter in self._params],
             "optimizer": self._optimizer.state_dict(),
         }
@@ -227,6 +229,7 @@ class SparseAdapter:
                 parameter.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self.scale, self.gains = state["scale"], state.get("gains", [])
+        self.schedule = state.get("schedule", "")
 
     def _merged_rows(
         self, layer: Linear, parameter: torch.Tensor, master: torch.Tensor, scale: float
@@ -324,6 +327,9 @@ def choose_scale(
     rates = policy.acceptances(batch.segments, schedule, actors, temperature)
     measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]
     counted = measured[0].counted
+    if adapter.schedule != schedule.name:
+        # A resumed run may have another one.
+        adapter.schedule, adapter.gains = schedule.name, []
     if counted.any():
         adapter.gains = [*adapter.gains, gains(adapter.scale, measured)][-WINDOW_STEPS:]
     prompts = len({prompt for step in adapter.gains for prompt in step})

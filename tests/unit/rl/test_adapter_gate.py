@@ -158,6 +158,18 @@ def test_measurements_of_several_steps_count_together(sharp_llama, monkeypatch):
     assert scales == [1.0, 1.0, 1.0, 0.0] and adapter.gains == []
 
 
+def test_measurements_under_another_schedule_do_not_count(sharp_llama):
+    adapter = SparseAdapter(new_policy(sharp_llama), settings())
+    part = BATCH.sample_evenly(8)._only([0, 1])
+    choose_scale(adapter, adapter._policy, part, SCHEDULE, 1.0)
+    resumed = SparseAdapter(new_policy(sharp_llama), settings())
+    resumed.load_state_dict(adapter.state_dict())
+    part, other = BATCH.sample_evenly(8)._only([2]), SCHEDULE.model_copy(update={"name": "other"})
+    for schedule, prompts in ((SCHEDULE, 3), (other, 1)):
+        metrics = choose_scale(resumed, resumed._policy, part, schedule, 1.0)
+        assert metrics["sparrow/distill_gate_prompts"] == prompts
+
+
 def test_noise_hardly_ever_moves_the_scale():
     """Four responses to each of eight prompts, which differ, while scales do not."""
     draw, moved = np.random.default_rng(1), 0
