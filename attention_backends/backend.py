@@ -1,10 +1,8 @@
-"""SGLang attention backend `sparrow`: dense prefill and extend, sparse decode.
-
-A pass runs in two steps, as SGLang's interface has it: `init_forward_metadata*` plans from lengths
-that the host knows, then `forward_extend` or `forward_decode` runs once per layer. The stock
-backend of the device computes prefill and writes its KV. In models with windows it also decodes the
-layers that are not sparse; elsewhere the sparse kernels decode them over all pages.
-"""
+"""SGLang attention backend `sparrow`: dense prefill and extend, sparse decode. A pass runs in two
+steps, as SGLang's interface has it: `init_forward_metadata*` plans from lengths that the host
+knows, then `forward_extend` or `forward_decode` runs once per layer. The stock backend of the
+device computes prefill and writes its KV. In models with windows it also decodes the layers that
+are not sparse; elsewhere the sparse kernels decode them over all pages."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,11 +54,9 @@ def sparrow_backend(runner: "ModelRunner") -> "SparrowAttnBackend":
 
 
 def _kv_heads(model_runner: "ModelRunner") -> range:
-    """Which of the model's KV heads this rank has.
-
-    This follows SGLang's QKVParallelLinear (0.5.17): each rank has the same number of heads, or
-    several ranks share a head where there are more ranks than KV heads.
-    """
+    """Which of the model's KV heads this rank has. This follows SGLang's QKVParallelLinear
+    (0.5.17): each rank has the same number of heads, or several ranks share a head where there are
+    more ranks than KV heads."""
     parallel, count = get_parallel(), model_runner.token_to_kv_pool.head_num
     total = model_runner.model_config.get_total_num_kv_heads()
     first = parallel.attn_tp_rank * total // parallel.attn_tp_size
@@ -78,10 +74,8 @@ def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> Non
 
 
 def _side_by_side(q: torch.Tensor) -> torch.Tensor:
-    """Queries [B, Hq, D] with the heads of a row next to each other, as the kernels read them.
-
-    Most models pass a view of such rows, which is not copied; Gemma 3 passes a transposed one.
-    """
+    """Queries [B, Hq, D] with the heads of a row next to each other, as the kernels read them. Most
+    models pass a view of such rows, which is not copied; Gemma 3 passes a transposed one."""
     return q if q.stride(1) == q.shape[2] else q.contiguous()
 
 

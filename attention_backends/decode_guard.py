@@ -1,7 +1,5 @@
-"""Raises an error where SGLang decodes without the attention backend, and therefore densely.
-
-At the latest in the third decode step that the backend has not served; costs a few integers a step.
-"""
+"""Raises an error where SGLang decodes without the attention backend, and therefore densely. At the
+latest in the third decode step that the backend has not served; costs a few integers a step."""
 
 from sparrow_sglang.errors import SparrowError
 
@@ -25,11 +23,9 @@ class DecodeGuard:
         self._unplanned += 1
 
     def planned(self, captured: bool = False) -> None:
-        """The backend has planned a decode step, of a CUDA graph if `captured`.
-
-        A graph calls no layer when it is replayed. Raises `SparrowError` if SGLang did not have
-        the backend compute the steps planned before.
-        """
+        """The backend has planned a decode step, of a CUDA graph if `captured`. A graph calls no
+        layer when it is replayed. Raises `SparrowError` if SGLang did not have the backend compute
+        the steps planned before."""
         self._unplanned = 0
         if captured:
             return

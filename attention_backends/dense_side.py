@@ -1,7 +1,5 @@
-"""The dense side: prefill, and decode in models with windows, by a backend of SGLang.
-
-It is corrected where its result is not what the model defines.
-"""
+"""The dense side: prefill, and decode in models with windows, by a backend of SGLang. It is
+corrected where its result is not what the model defines."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -27,11 +25,9 @@ _FA3_GENERATIONS = (8, 9)
 
 
 def dense_backend(server_args: "ServerArgs", model_config: "ModelConfig") -> str:
-    """Name of SGLang's attention backend that computes dense passes on this machine's GPU.
-
-    It is the one that --sparrow-dense-backend names, else SGLang's own choice, or Triton where that
-    choice cannot compute the model's heads.
-    """
+    """Name of SGLang's attention backend that computes dense passes on this machine's GPU. It is
+    the one that --sparrow-dense-backend names, else SGLang's own choice, or Triton where that
+    choice cannot compute the model's heads."""
     asked: str | None = getattr(server_args, DENSE_FIELD)
     if asked is not None:
         return asked
@@ -102,12 +98,10 @@ def build_dense_side(
 
 class PlanGuard:
     """Waits until FlashInfer's previous plan has been copied to the GPU, before the next is made.
-
     FlashInfer writes a plan to pinned memory of its wrapper and enqueues the copy to the device
     behind the work already there. SGLang plans a step while the previous one runs. If another
-    process occupies the device meanwhile, the copy may not have begun when the next plan
-    overwrites that memory.
-    """
+    process occupies the device meanwhile, the copy may not have begun when the next plan overwrites
+    that memory."""
 
     def __init__(self) -> None:
         import torch
@@ -129,9 +123,7 @@ def _has_kv_scales(model: "torch.nn.Module") -> bool:
 
 
 def kv_scales(layer: "RadixAttention") -> tuple[float, float]:
-    """Factors by which the layer's keys and values in the pool are to be multiplied.
-
-    The layer's scales are None unless its checkpoint has scales for an FP8 cache; with another
-    cache, scales other than 1 are refused.
-    """
+    """Factors by which the layer's keys and values in the pool are to be multiplied. The layer's
+    scales are None unless its checkpoint has scales for an FP8 cache; with another cache, scales
+    other than 1 are refused."""
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0

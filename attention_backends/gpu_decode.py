@@ -1,8 +1,5 @@
-"""Sparse decode of one layer on a CUDA device, by `kernels`.
-
-Its buffers are allocated once, so that a step can be captured in a CUDA graph and never waits for
-the device.
-"""
+"""Sparse decode of one layer on a CUDA device, by `kernels`. Its buffers are allocated once, so
+that a step can be captured in a CUDA graph and never waits for the device."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,11 +22,9 @@ EAGER_ROWS = 256
 @dataclass(frozen=True)
 class DecodeShape:
     """The numbers from which the size of the buffers follows; heads are those on this rank.
-
     Launches are tuned for rows that keep at most `usual_pages` of the longest sequence's
     `max_pages`; rows that keep more make their programs loop longer. `kv_itemsize` is the bytes of
-    a number in the KV pool, 2 or 1.
-    """
+    a number in the KV pool, 2 or 1."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -71,10 +66,8 @@ class DecodeShape:
         kv_dtype: torch.dtype,
         draft_tokens: int | None = None,
     ) -> "DecodeShape":
-        """The shape for a model whose heads are split over `attn_tp_size` ranks.
-
-        A round of lossless decoding goes `draft_tokens` past the end of the context.
-        """
+        """The shape for a model whose heads are split over `attn_tp_size` ranks. A round of
+        lossless decoding goes `draft_tokens` past the end of the context."""
         return cls.of(
             schedule,
             model_config.num_attention_heads // attn_tp_size,
@@ -148,13 +141,10 @@ def buffer_bytes(shape: DecodeShape, rows: int, num_layers: int, device: torch.d
 
 
 class TritonPagedDecode:
-    """The sparse decode step on a CUDA device, by `kernels`.
-
-    The kernels read everything that depends on lengths themselves, so one captured graph, which
-    begins with a snapshot of the page table, serves every length. Launches are tuned for
-    the schedule that is active first; any other runs in the same buffers. `req_to_token` is
-    [requests, max tokens] int32.
-    """
+    """The sparse decode step on a CUDA device, by `kernels`. The kernels read everything that
+    depends on lengths themselves, so one captured graph, which begins with a snapshot of the page
+    table, serves every length. Launches are tuned for the schedule that is active first; any other
+    runs in the same buffers. `req_to_token` is [requests, max tokens] int32."""
 
     def __init__(
         self, budgets: BudgetTable, req_to_token: torch.Tensor, shape: DecodeShape
@@ -175,10 +165,8 @@ class TritonPagedDecode:
         self._new_tokens = 0, 0
 
     def reserve(self, max_batch: int) -> None:
-        """Allocate buffers, unless there are large enough ones.
-
-        Raises `ValueError` if a graph, which holds their addresses, was captured with smaller ones.
-        """
+        """Allocate buffers, unless there are large enough ones. Raises `ValueError` if a graph,
+        which holds their addresses, was captured with smaller ones."""
         if self._buffers is not None and self._buffers.rows >= max_batch:
             return
         if self._captured:

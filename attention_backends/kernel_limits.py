@@ -1,7 +1,5 @@
-"""Limits of the GPU kernels, checked so that a server is refused before it loads a model.
-
-The CPU path has no such limits.
-"""
+"""Limits of the GPU kernels, checked so that a server is refused before it loads a model. The CPU
+path has no such limits."""
 
 from typing import TYPE_CHECKING
 

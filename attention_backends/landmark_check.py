@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
 
 def live_pages(scheduler: "Scheduler") -> torch.Tensor:
-    """Physical pages that a later decode step may score, [pages]: full, and owned by someone.
-
-    Those are the pages of the prefix tree, and the full pages of running requests.
-    """
+    """Physical pages that a later decode step may score, [pages]: full, and owned by someone. Those
+    are the pages of the prefix tree, and the full pages of running requests."""
     page_size = scheduler.page_size
     req_to_token = scheduler.req_to_token_pool.req_to_token
     slots = [req_to_token.new_empty(0)]
@@ -31,10 +29,8 @@ def live_pages(scheduler: "Scheduler") -> torch.Tensor:
 
 
 def check_landmarks(scheduler: "Scheduler") -> None:
-    """Raise RuntimeError naming the first page whose landmarks are not those of its keys.
-
-    It is run on an idle or paused server, through `Endpoint.call_sparrow("landmarks")`.
-    """
+    """Raise RuntimeError naming the first page whose landmarks are not those of its keys. It is run
+    on an idle or paused server, through `Endpoint.call_sparrow("landmarks")`."""
     from sparrow_sglang.attention_backends.backend import sparrow_backend
 
     backend = sparrow_backend(scheduler.tp_worker.model_runner)

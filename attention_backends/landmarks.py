@@ -1,9 +1,7 @@
 """Landmarks of one layer as they are stored, in 16 bits or more or as int4 codes with fp16 scales.
-
 Both are indexed by physical page: a prefix-cache hit has the landmarks of its pages in place. M is
 the number of int4 landmarks per page and C that of their channels: the first members of the kept
-rotary pairs, then the second ones.
-"""
+rotary pairs, then the second ones."""
 
 from typing import NamedTuple
 
@@ -55,10 +53,8 @@ class Int4Landmarks(NamedTuple):
 
     @classmethod
     def of(cls, means: torch.Tensor, pairs: torch.Tensor) -> "Int4Landmarks":
-        """Quantize `means` [pages, Hkv, M, C] in fp32; codes are rounded half to even.
-
-        The scale, max |mean| / 7, is rounded to fp16 first. A code is 0 where the scale is 0.
-        """
+        """Quantize `means` [pages, Hkv, M, C] in fp32; codes are rounded half to even. The scale,
+        max |mean| / 7, is rounded to fp16 first. A code is 0 where the scale is 0."""
         scales = (means.abs().amax(-1) / 7).half()
         codes = (means / scales.float()[..., None]).round().clamp(-7, 7)
         first, second = (codes.nan_to_num(0) + 8).to(torch.uint8).chunk(2, dim=-1)
@@ -89,22 +85,18 @@ Landmarks = MeanLandmarks | Int4Landmarks
 
 
 def landmark_dtype(kv_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of mean landmarks: that of the KV pool, or bfloat16 where the pool is FP8.
-
-    An FP8 number has three mantissa bits; a mean rounded to so few would tie with those of other
-    pages. Landmarks leave out the pool's scale: it is the same for all pages of a layer, so it does
-    not change which pages are selected.
-    """
+    """Dtype of mean landmarks: that of the KV pool, or bfloat16 where the pool is FP8. An FP8
+    number has three mantissa bits; a mean rounded to so few would tie with those of other pages.
+    Landmarks leave out the pool's scale: it is the same for all pages of a layer, so it does not
+    change which pages are selected."""
     return torch.bfloat16 if kv_dtype == FP8 else kv_dtype
 
 
 def kept_pairs(
     rule: SelectionRule, layer: int, heads: range, head_dim: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor | None:
-    """Rotary pairs that a layer's int4 landmarks keep for its KV `heads`, [Hkv, C/2] int64.
-
-    None under the published rule, whose landmarks keep all.
-    """
+    """Rotary pairs that a layer's int4 landmarks keep for its KV `heads`, [Hkv, C/2] int64. None
+    under the published rule, whose landmarks keep all."""
     if not rule.int4:
         return None
     if rule.landmark_pairs is None:
@@ -124,10 +116,8 @@ def allocate_landmarks(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Landmarks:
-    """Landmarks, all 0, for a KV pool of `num_pages` pages whose keys are of `dtype`.
-
-    `pairs` are those of `kept_pairs`: int4 landmarks keep them, means have none.
-    """
+    """Landmarks, all 0, for a KV pool of `num_pages` pages whose keys are of `dtype`. `pairs` are
+    those of `kept_pairs`: int4 landmarks keep them, means have none."""
     if pairs is None:
         shape = (num_pages, num_kv_heads, 1, head_dim)
         return MeanLandmarks(torch.zeros(shape, dtype=landmark_dtype(dtype), device=device))

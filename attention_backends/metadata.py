@@ -10,13 +10,10 @@ from sparrow_sglang.schedule import MAX_BINS, BudgetSchedule
 
 
 class BudgetTable:
-    """The active schedule and what requests require, as tensors on the device.
-
-    The device computes budgets from these tensors without the host, and the tensors keep their
-    addresses, so a captured step needs no new capture when the schedule is switched. A request is
-    identified by its row in SGLang's token table, which has `num_requests`; `num_layers` counts
-    dense layers, too.
-    """
+    """The active schedule and what requests require, as tensors on the device. The device computes
+    budgets from these tensors without the host, and the tensors keep their addresses, so a captured
+    step needs no new capture when the schedule is switched. A request is identified by its row in
+    SGLang's token table, which has `num_requests`; `num_layers` counts dense layers, too."""
 
     def __init__(
         self,
@@ -60,10 +57,8 @@ class BudgetTable:
         self._first_sparse_length = schedule.first_sparse_length()
 
     def reads_everything(self, longest: int) -> bool:
-        """Whether requests of up to `longest` tokens leave no page out under the schedule.
-
-        False while any row has a cap, which holds until the row is assigned again.
-        """
+        """Whether requests of up to `longest` tokens leave no page out under the schedule. False
+        while any row has a cap, which holds until the row is assigned again."""
         capped = any(cap != EVERY_PAGE for cap in self._capped.values())
         return longest < self._first_sparse_length and not capped
 

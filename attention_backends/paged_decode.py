@@ -1,7 +1,5 @@
-"""Sparse decode of one layer in plain torch: update landmarks, select pages, attend to them.
-
-It runs `reference` and serves the CPU. On a GPU `gpu_decode` does the same behind the same calls.
-"""
+"""Sparse decode of one layer in plain torch: update landmarks, select pages, attend to them. It
+runs `reference` and serves the CPU. On a GPU `gpu_decode` does the same behind the same calls."""
 
 from typing import Any
 
@@ -63,10 +61,8 @@ class TorchPagedDecode:
     def plan_verify(
         self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, width: int, captured: bool
     ) -> None:
-        """Prepare a dense pass over `width` tokens behind the `seq_lens` [B] cached ones.
-
-        Landmarks are written of the pages that these tokens touch only. Raises as `plan_decode`.
-        """
+        """Prepare a dense pass over `width` tokens behind the `seq_lens` [B] cached ones. Landmarks
+        are written of the pages that these tokens touch only. Raises as `plan_decode`."""
         total = seq_lens + width
         self._read_pages(req_pool_indices, total, total.cpu())
         self._full_pages = self._full_from(seq_lens)
@@ -79,10 +75,8 @@ class TorchPagedDecode:
         captured: bool = False,
     ) -> None:
         """Prepare a decode step over requests of `seq_lens` [B] tokens, the new one included.
-
         Raises `ValueError` on a GPU if the step is `captured` in a CUDA graph, or replays one, and
-        has more requests than were reserved.
-        """
+        has more requests than were reserved."""
         self._read_pages(req_pool_indices, seq_lens, seq_lens_cpu)
         self._num_selected = self._budgets.num_selected(self._num_pages, req_pool_indices)
         just_filled = (seq_lens % self._page_size == 0).nonzero().squeeze(-1)
@@ -92,10 +86,8 @@ class TorchPagedDecode:
         self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
     ) -> None:
         """Write the landmarks of the full pages of the planned dense pass, in the layers given.
-
         These are the pages that its new tokens touch, at least. `k_buffers` are [num_slots, Hkv,
-        D], the same at every call, as are `landmarks`.
-        """
+        D], the same at every call, as are `landmarks`."""
         for layer_id, k_buffer in k_buffers.items():
             self._update(k_buffer, landmarks[layer_id])
 
@@ -118,10 +110,8 @@ class TorchPagedDecode:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer of the planned decode step; the new token's KV is in the pool already.
-
         `landmarks` of a page that this token filled are written; None for a dense layer, which
-        reads all pages. Shapes are those of `kernels.decode.sparse_decode`.
-        """
+        reads all pages. Shapes are those of `kernels.decode.sparse_decode`."""
         physical = self._pages[:, None].expand(-1, k_buffer.shape[1], -1)
         num_selected = self._num_pages
         if landmarks is not None:

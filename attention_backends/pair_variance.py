@@ -1,6 +1,5 @@
 """How far each rotary pair tells the landmarks of a sequence apart: how much the pair's part of
-query · landmark varies. A part that is the same for all landmarks does not rank pages.
-"""
+query · landmark varies. A part that is the same for all landmarks does not rank pages."""
 
 from typing import TYPE_CHECKING
 
@@ -14,19 +13,12 @@ LATEST = 256
 
 
 def pair_variances(q: torch.Tensor, keys: torch.Tensor, landmark_tokens: int) -> torch.Tensor:
-    """Variance over landmarks of each pair's part of query · landmark, summed over the queries.
-
-    Pair (i, j) has the part q_i k_i + q_j k_j, whose variance over landmarks k is
-    q_i² Var(k_i) + q_j² Var(k_j) + 2 q_i q_j Cov(k_i, k_j).
-
-    Args:
-        q: [n, Hq, D], queries of one sequence after RoPE; Hq is a multiple of Hkv.
-        keys: [T, Hkv, D], its keys; each landmark is the mean of `landmark_tokens` of them, and
-            the keys left over have none.
-
-    Returns:
-        [Hkv, D/2] in fp64, summed over the query heads of a group, too.
-    """
+    """Variance over landmarks of each pair's part of query · landmark, summed over the queries and
+    over the query heads of a group: [Hkv, D/2] in fp64. `q` [n, Hq, D] are queries of one sequence
+    after RoPE, Hq a multiple of Hkv, `keys` [T, Hkv, D] its keys; each landmark is the mean of
+    `landmark_tokens` of them, and the keys left over have none. Pair (i, j) has the part
+    q_i k_i + q_j k_j, whose variance over landmarks k is
+    q_i² Var(k_i) + q_j² Var(k_j) + 2 q_i q_j Cov(k_i, k_j)."""
     whole = len(keys) // landmark_tokens * landmark_tokens
     means = keys[:whole].unflatten(0, (-1, landmark_tokens)).mean(1, dtype=torch.float32)
     first, second = (means - means.mean(0)).chunk(2, dim=-1)
@@ -44,10 +36,8 @@ def pair_variances(q: torch.Tensor, keys: torch.Tensor, landmark_tokens: int) ->
 
 
 class PairVariances:
-    """Sums of `pair_variances` over the prefill passes of a server.
-
-    `sums` are [Hkv, D/2] fp64 by layer, of the KV heads on this rank.
-    """
+    """Sums of `pair_variances` over the prefill passes of a server. `sums` are [Hkv, D/2] fp64 by
+    layer, of the KV heads on this rank."""
 
     def __init__(self, landmark_tokens: int, req_to_token: torch.Tensor) -> None:
         self._landmark_tokens = landmark_tokens

@@ -97,18 +97,10 @@ def causal_attention(
     sm_scale: float,
     window: int = -1,
 ) -> torch.Tensor:
-    """Causal attention of the last T of L tokens.
-
-    Args:
-        q: [T, Hq, D].
-        keys, values: [L, Hkv, D].
-        sinks: [Hq], one more logit of each query head, whose value is 0; None for none.
-        sm_scale: factor of the other logits.
-        window: tokens before its own that a query attends to; -1 for all.
-
-    Returns:
-        [T, Hq, D] in q's dtype, computed in fp32.
-    """
+    """Causal attention of the last T of L tokens: [T, Hq, D] in q's dtype, computed in fp32, of `q`
+    [T, Hq, D] and `keys` and `values` [L, Hkv, D]. `sinks` [Hq] are one more logit of each query
+    head, whose value is 0; `sm_scale` is a factor of the others. A query attends to `window` tokens
+    before its own; -1 for all."""
     group = q.shape[1] // keys.shape[1]
     repeated = keys.float().repeat_interleave(group, 1), values.float().repeat_interleave(group, 1)
     logits = torch.einsum("thd,lhd->htl", q.float(), repeated[0]) * sm_scale

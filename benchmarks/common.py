@@ -123,11 +123,9 @@ def require_cuda(parser: argparse.ArgumentParser, devices: int = 1) -> None:
 def begin(
     parser: argparse.ArgumentParser, options: argparse.Namespace, **fields: Any
 ) -> dict[str, Any]:
-    """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path.
-
-    From now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are
-    ended. Returns the file's content.
-    """
+    """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path. From
+    now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended.
+    Returns the file's content."""
     settings = {
         # JSON has no infinity.
         name: str(value) if isinstance(value, Path) or value == math.inf else value
@@ -155,10 +153,8 @@ def add_row(out: Path, row: Mapping[str, Any]) -> None:
 
 
 def in_fresh_process(function: Callable[..., None], *arguments: Any) -> bool:
-    """Call a module-level function in a fresh Python process; whether it ended without an error.
-
-    An engine leaves memory and signal handlers behind, and may take its process down with it.
-    """
+    """Call a module-level function in a fresh Python process; whether it ended without an error. An
+    engine leaves memory and signal handlers behind, and may take its process down with it."""
     process = get_context("spawn").Process(target=function, args=arguments)
     process.start()
     try:

@@ -1,8 +1,6 @@
 """A checkpoint of random weights in the shape of a model, which a trainer or a server can load.
-
 `python -m sparrow_sglang.benchmarks.random_model SHAPE FOLDER` writes it. In its tokenizer token id
-17 is the word `w17`, so that all ids survive conversion to text and back.
-"""
+17 is the word `w17`, so that all ids survive conversion to text and back."""
 
 import json
 from collections.abc import Sequence

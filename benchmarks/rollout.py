@@ -1,8 +1,6 @@
-"""`sparrow bench rollout`: replay a rollout's response lengths, sparse and dense.
-
-Stock SGLang, with CUDA graphs, radix cache and overlap scheduler on, serves the same requests first
-on one side and then on the other; each side runs in a process of its own.
-"""
+"""`sparrow bench rollout`: replay a rollout's response lengths, sparse and dense. Stock SGLang,
+with CUDA graphs, radix cache and overlap scheduler on, serves the same requests first on one side
+and then on the other; each side runs in a process of its own."""
 
 import argparse
 import asyncio
@@ -69,10 +67,8 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Model:
-    """A model in `path`, with random weights unless `has_weights`, and its schedule.
-
-    `config` is that of the language model.
-    """
+    """A model in `path`, with random weights unless `has_weights`, and its schedule. `config` is
+    that of the language model."""
 
     name: str
     path: Path
@@ -91,12 +87,9 @@ class Request:
 
 def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
     """`count` lengths whose mean is `mean`, log-normal and cut off at `longest`, in random order.
-
     The lengths are quantiles of the distribution rather than draws, so that even a few sequences
     have its mean and its tail. As in a rollout with a token limit, longer ones become `longest`.
-
-    Raises `ValueError` unless 1 <= mean < longest.
-    """
+    Raises `ValueError` unless 1 <= mean < longest."""
     if not 1 <= mean < longest:
         raise ValueError(
             f"--mean-tokens {mean}: expected 1 or more, and less than --max-tokens {longest}"
@@ -139,10 +132,8 @@ def make_requests(
 
 
 def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
-    """Run all requests at once to the last token; return the totals and when each one ended.
-
-    The prefix cache is flushed first. Raises `RuntimeError` if a request ends at another length.
-    """
+    """Run all requests at once to the last token; return the totals and when each one ended. The
+    prefix cache is flushed first. Raises `RuntimeError` if a request ends at another length."""
     connect(engine).flush_cache(60.0)
 
     async def together() -> list[tuple[float, float, int]]:

@@ -1,10 +1,8 @@
-"""`sparrow bench step`: prefill and one decode step of stock SGLang, dense and sparse.
-
-Each model and backend runs in a process of its own with CUDA graphs and the overlap scheduler on.
-Two generations of different lengths share their prompts through the prefix cache. A step's time is
-the difference of their times over the difference of their lengths, so that prefill and request
-handling cancel. Prefill is timed with an empty prefix cache, to the last sequence's first token.
-"""
+"""`sparrow bench step`: prefill and one decode step of stock SGLang, dense and sparse. Each model
+and backend runs in a process of its own with CUDA graphs and the overlap scheduler on. Two
+generations of different lengths share their prompts through the prefix cache. A step's time is the
+difference of their times over the difference of their lengths, so that prefill and request handling
+cancel. Prefill is timed with an empty prefix cache, to the last sequence's first token."""
 
 import argparse
 import dataclasses
@@ -72,10 +70,8 @@ EXAMPLES = """\
 
 
 def batch_lengths(case: str) -> list[int]:
-    """Sequence lengths of a case `BATCHxLENGTH`.
-
-    Raises `ValueError` on another form, and on lengths at which a step cannot be timed.
-    """
+    """Sequence lengths of a case `BATCHxLENGTH`. Raises `ValueError` on another form, and on
+    lengths at which a step cannot be timed."""
     match = re.fullmatch(r"([1-9]\d*)x(\d+)", case, re.ASCII)
     if match is None:
         raise ValueError(f"case {case!r}: expected BATCHxLENGTH")
@@ -104,12 +100,10 @@ def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
 
 
 def routes_alike(model: str) -> bool:
-    """Whether all tokens of a step choose the same experts under SGLang's dummy weights.
-
-    They do if the router has a bias. Dummy weights and biases are both uniform in ±1e-3, and the
-    logits of a normalised hidden state are some 30 times smaller than that, so the experts with the
-    largest biases win for every token.
-    """
+    """Whether all tokens of a step choose the same experts under SGLang's dummy weights. They do if
+    the router has a bias. Dummy weights and biases are both uniform in ±1e-3, and the logits of a
+    normalised hidden state are some 30 times smaller than that, so the experts with the largest
+    biases win for every token."""
     return bool(model_config(model)["model_type"] == "gpt_oss")
 
 
@@ -122,12 +116,10 @@ def step_bytes(
     quantization: str | None = None,
 ) -> int:
     """Bytes that one decode step must read on each of `ranks` GPUs: the weights once, and KV and
-    landmarks per sequence.
-
-    Of the experts, those of one token count if all tokens choose the same ones; otherwise as many
-    count as the batch is expected to choose. Under the quantization "fp8" all weights but those of
-    the output projection take one byte; of others the 16-bit weights are counted.
-    """
+    landmarks per sequence. Of the experts, those of one token count if all tokens choose the same
+    ones; otherwise as many count as the batch is expected to choose. Under the quantization "fp8"
+    all weights but those of the output projection take one byte; of others the 16-bit weights are
+    counted."""
     part, batch = shape.on_rank(ranks), len(lengths)
     moved = step_time.step_bytes(part, lengths, schedule)
     weights = part.weights_read(1 if same_experts else batch)
@@ -154,11 +146,9 @@ def copy_bandwidth(gib: float = 4.0, repeats: int = 20) -> float:
 
 
 def require_one_batch(latencies: Sequence[float], seconds: float) -> None:
-    """Raise `RuntimeError` unless sequences of one length, sent together, ended together.
-
-    Otherwise some waited for others to end, and the timed steps were of smaller batches. They may
-    arrive up to a fifth of the `seconds` apart.
-    """
+    """Raise `RuntimeError` unless sequences of one length, sent together, ended together. Otherwise
+    some waited for others to end, and the timed steps were of smaller batches. They may arrive up
+    to a fifth of the `seconds` apart."""
     if max(latencies) - min(latencies) > seconds / 5:
         raise RuntimeError(
             f"{len(latencies)} sequences did not decode together: {min(latencies):.2f} to"
@@ -168,10 +158,8 @@ def require_one_batch(latencies: Sequence[float], seconds: float) -> None:
 
 def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of a decode step at about `lengths` cached tokens, and seconds of a prefill.
-
     With lossless decoding a step is a round. Both are medians of `repeats`; the first prefill, in
-    which kernels may be compiled, is recorded as `first_prefill_s` and does not count.
-    """
+    which kernels may be compiled, is recorded as `first_prefill_s` and does not count."""
     draw = random.Random(1)
     prompts = [
         [draw.randrange(1000, vocab_size - 1000) for _ in range(length - LONG)]
@@ -334,11 +322,9 @@ def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str | None,
 
 
 def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each sparse row beside the dense row of its model and case with the shortest step.
-
-    Ratios are dense over sparse, so above 1 where sparse is faster; prefill is compared with the
-    dense backend with the shortest prefill.
-    """
+    """Each sparse row beside the dense row of its model and case with the shortest step. Ratios are
+    dense over sparse, so above 1 where sparse is faster; prefill is compared with the dense backend
+    with the shortest prefill."""
     compared = []
     for sparse in rows:
         same = [

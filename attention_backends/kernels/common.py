@@ -1,7 +1,5 @@
-"""What the kernels share: numbers of the device, and tiles of a head.
-
-Head dimensions of 80 and 96 are padded: Triton's ranges have lengths that are powers of two.
-"""
+"""What the kernels share: numbers of the device, and tiles of a head. Head dimensions of 80 and 96
+are padded: Triton's ranges have lengths that are powers of two."""
 
 from functools import cache
 
@@ -41,10 +39,8 @@ def head_columns(D: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def head_mask(rows: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """Mask of the elements of a tile that exist: `rows` [N, 1], in the columns below D.
-
-    `rows` alone where there is no padding, so that powers of two cost no comparison.
-    """
+    """Mask of the elements of a tile that exist: `rows` [N, 1], in the columns below D. `rows`
+    alone where there is no padding, so that powers of two cost no comparison."""
     if columns.shape[0] == D:
         return rows
     else:

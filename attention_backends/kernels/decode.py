@@ -1,8 +1,6 @@
 """Attention of one query token per request over its selected pages: split-KV, no host-side plan.
-
 The split of the work depends on numbers that the kernel reads itself, so a captured launch serves
-every length. A second kernel merges the splits, each query head in programs of its own.
-"""
+every length. A second kernel merges the splits, each query head in programs of its own."""
 
 from typing import NamedTuple
 
@@ -45,11 +43,8 @@ class DecodeScratch(NamedTuple):
 
 
 class DecodeLaunch(NamedTuple):
-    """Launch shape, fixed at capture.
-
-    splits: programs that share one (request, KV head); block_tokens: tokens a tile; stages: tiles
-    in flight.
-    """
+    """Launch shape, fixed at capture. splits: programs that share one (request, KV head);
+    block_tokens: tokens a tile; stages: tiles in flight."""
 
     splits: int
     block_tokens: int = 64
@@ -65,11 +60,8 @@ def decode_launch(
     device: torch.device,
     kv_itemsize: int,
 ) -> DecodeLaunch:
-    """One wave of programs of at least _MIN_SPLIT_TOKENS tokens each.
-
-    Args:
-        kv_itemsize: bytes of a number in the KV pool, 2 or 1.
-    """
+    """One wave of programs of at least _MIN_SPLIT_TOKENS tokens each. `kv_itemsize` is the bytes of
+    a number in the KV pool, 2 or 1."""
     width = triton.next_power_of_2(head_dim)
     if kv_itemsize == 1 and head_dim <= 128:
         programs_per_sm, tile, num_warps = _FP8_PROGRAMS_PER_SM, 4096 // width, 1
@@ -81,11 +73,8 @@ def decode_launch(
 
 
 def allocate_decode_scratch(parts: int, head_dim: int, device: torch.device) -> DecodeScratch:
-    """Scratch that all layers and batch sizes may share.
-
-    Args:
-        parts: largest bs·Hq·splits of the launches that will use it.
-    """
+    """Scratch that all layers and batch sizes may share. `parts` is the largest bs·Hq·splits of the
+    launches that will use it."""
     return DecodeScratch(
         partial_out=torch.empty(parts, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(parts, dtype=torch.float32, device=device),
@@ -94,12 +83,10 @@ def allocate_decode_scratch(parts: int, head_dim: int, device: torch.device) -> 
 
 @triton.jit
 def _as_operand(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """`values` in DTYPE; FP8 ones become fp16 before they take the layout of the tensor cores.
-
-    A register of that layout holds numbers of neighbouring tokens, which lie in different rows of
+    """`values` in DTYPE; FP8 ones become fp16 before they take the layout of the tensor cores. A
+    register of that layout holds numbers of neighbouring tokens, which lie in different rows of
     shared memory. FP8 numbers would be gathered byte by byte; for 16-bit numbers the load itself
-    transposes.
-    """
+    transposes."""
     if values.dtype != tl.float8e4nv or INTERPRETED:
         return values.to(DTYPE)
     else:
@@ -132,10 +119,8 @@ def _attend(
     STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Output in the shape of `queries`, and base-2 log-sum-exp, over the tokens [first, end).
-
     `scale` is a factor of the logits, of all rows or one of each as a column. `sink` holds one more
-    logit of each row, base 2, whose value is 0; -inf for none.
-    """
+    logit of each row, base 2, whose value is 0; -inf for none."""
     columns = head_columns(D)
     largest = sink
     total = tl.where(sink > float("-inf"), 1.0, 0.0)
@@ -165,11 +150,9 @@ def _attend(
 
 @triton.jit
 def _half_queries(queries: tl.tensor, scale: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The queries [rows, D], of any range, in fp16, and the factors [rows, 1] of their logits.
-
-    One instruction converts two FP8 numbers to fp16; bf16 takes three. A row is divided by the
-    power of two below its largest number, so that only far smaller numbers are rounded.
-    """
+    """The queries [rows, D], of any range, in fp16, and the factors [rows, 1] of their logits. One
+    instruction converts two FP8 numbers to fp16; bf16 takes three. A row is divided by the power of
+    two below its largest number, so that only far smaller numbers are rounded."""
     largest = tl.max(tl.abs(queries.to(tl.float32)), axis=1)
     # The exponents of zero, of denormal and of the largest rows have no inverse.
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)

@@ -121,10 +121,8 @@ def update_landmark_of_last_page(
     LANDMARKS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Write the landmarks of the page that the current token filled, if it filled one.
-
-    That page is the most recent one, which this step keeps without scoring it.
-    """
+    """Write the landmarks of the page that the current token filled, if it filled one. That page is
+    the most recent one, which this step keeps without scoring it."""
     if (seq_len > 0) & (seq_len % PAGE == 0):
         page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
         _store_landmarks(
@@ -204,17 +202,11 @@ def update_landmarks(
     before: int,
     after: int = 0,
 ) -> None:
-    """Write the landmarks of pages that a dense pass filled, in all layers in one launch.
-
-    Those are the full pages of seq_len + after tokens from the one on that holds token
-    seq_len - before: all pages where `before` is no less than the longest seq_len.
-
-    Args:
-        addresses: `address_table` of all layers.
-        k_buffer: [num_slots, Hkv, D] of any of them, as are `landmarks`.
-        page_table: [bs, max_pages] int32, physical pages.
-        seq_lens: [bs] int32 or int64.
-    """
+    """Write the landmarks of pages that a dense pass filled, in all layers in one launch: the full
+    pages of seq_len + after tokens from the one on that holds token seq_len - before, which are all
+    where `before` is no less than the longest seq_len. `addresses` is the `address_table` of all
+    layers; `k_buffer` [num_slots, Hkv, D] and `landmarks` are those of any of them. `page_table`
+    [bs, max_pages] int32 holds physical pages; `seq_lens` [bs] are int32 or int64."""
     _, num_kv_heads, head_dim = k_buffer.shape
     tensors = _tensors(landmarks)
     int4 = isinstance(landmarks, Int4Landmarks)

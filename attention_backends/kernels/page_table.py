@@ -1,8 +1,6 @@
-"""Snapshot of a step's requests for its kernels: physical pages, and how many of them to keep.
-
-It is taken by the first kernel of a step, because SGLang may write `req_to_token` again while the
-others still run.
-"""
+"""Snapshot of a step's requests for its kernels: physical pages, and how many of them to keep. It
+is taken by the first kernel of a step, because SGLang may write `req_to_token` again while the
+others still run."""
 
 from typing import NamedTuple
 
@@ -18,14 +16,12 @@ _BLOCK = 256
 
 class Budgets(NamedTuple):
     """KV budget tables on the device; a request's budget depends on its length and its option.
-
     table: [num_bins] int32, total pages to keep in a bin, sinks and recent included;
     bin_pages: [1] int32, pages a bin (the last bin has no end);
     caps: [num_requests] int32, the most pages that a request may keep, NO_CAP or EVERY_PAGE;
     weights: [num_layers] fp32: a layer keeps floor(weight * budget + 1/2) pages, computed exactly,
     and no fewer than sinks and recent ones;
-    dense_pages: [1] int32: a request that holds no more, and has no cap, keeps all pages.
-    """
+    dense_pages: [1] int32: a request that holds no more, and has no cap, keeps all pages."""
 
     table: torch.Tensor
     bin_pages: torch.Tensor

@@ -44,11 +44,8 @@ class SelectScratch(NamedTuple):
 
 
 class SelectLaunch(NamedTuple):
-    """Launch shape, fixed at capture.
-
-    splits: programs that score one (request, KV head); block_pages: pages a tile; stages: landmark
-    tiles in flight.
-    """
+    """Launch shape, fixed at capture. splits: programs that score one (request, KV head);
+    block_pages: pages a tile; stages: landmark tiles in flight."""
 
     splits: int
     block_pages: int
@@ -64,11 +61,8 @@ def select_launch(
     device: torch.device,
     int4: bool = False,
 ) -> SelectLaunch:
-    """One wave of programs: long rows are split, many rows get smaller tiles instead.
-
-    Args:
-        int4: landmarks are int4 codes, not means in 16 bits.
-    """
+    """One wave of programs: long rows are split, many rows get smaller tiles instead. With `int4`,
+    landmarks are int4 codes, not means in 16 bits."""
     rows, sms = batch * num_kv_heads, sm_count(device)
     slots = _PROGRAMS_PER_SM * sms
     if int4:
@@ -99,11 +93,9 @@ def allocate_select_scratch(
 
 @triton.jit
 def _split_query(group_query: tl.tensor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """The fp32 query [D] as a [D, COLUMNS] operand of the tensor cores, exact to fp32.
-
-    Three 16-bit numbers hold an fp32 mantissa, so the sum over the columns of a product is the
-    product with the unrounded query, accumulated in fp32.
-    """
+    """The fp32 query [D] as a [D, COLUMNS] operand of the tensor cores, exact to fp32. Three 16-bit
+    numbers hold an fp32 mantissa, so the sum over the columns of a product is the product with the
+    unrounded query, accumulated in fp32."""
     high = group_query.to(DTYPE)
     rest = group_query - high.to(tl.float32)
     middle = rest.to(DTYPE)
@@ -127,10 +119,8 @@ def _score_pages(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Write the keys of pages [first, end), each of which has one landmark of D numbers.
-
-    `query` is the group's mean query as `split_query` gives it.
-    """
+    """Write the keys of pages [first, end), each of which has one landmark of D numbers. `query` is
+    the group's mean query as `split_query` gives it."""
     columns = head_columns(D)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         index = start + tl.arange(0, BLOCK)
@@ -182,14 +172,12 @@ def _score_int4_pages(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks.
-
-    Codes stay integers: converting 4 bits to a float costs more than loading them. A query
-    becomes a fixed-point number of 31 bits, or 27 in second members, at the exponent of its largest
-    channel, in four int8 digits. The sums of codes times digits are exact; fp32 is used only to
-    combine them. A query that is not finite makes a product that is not a number, and counts for
-    no page.
-    """
+    """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks. Codes stay
+    integers: converting 4 bits to a float costs more than loading them. A query becomes a
+    fixed-point number of 31 bits, or 27 in second members, at the exponent of its largest channel,
+    in four int8 digits. The sums of codes times digits are exact; fp32 is used only to combine
+    them. A query that is not finite makes a product that is not a number, and counts for no
+    page."""
     # Columns 4h to 4h + 3 hold the digits of query h; tensor cores take 8 columns or more.
     COLUMNS: tl.constexpr = max(4 * GROUP_PAD, 8)
     ROWS: tl.constexpr = LANDMARKS * BLOCK
@@ -294,10 +282,8 @@ def _select_kernel(
     DEPENDENTS: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) scores its share; the last split to finish selects.
-
     PAIRS: number of rotary pairs that the int4 landmarks in `landmarks` and `scales` keep, listed
-    in `pairs`; 0 where `landmarks` are means of whole pages.
-    """
+    in `pairs`; 0 where `landmarks` are means of whole pages."""
     pair = tl.program_id(0)
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)

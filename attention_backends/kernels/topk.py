@@ -1,7 +1,5 @@
-"""Exact top-k over fp32 scores kept as integer keys, as device functions for the select kernel.
-
-The keys of a row stay in the L2 cache; physical page ids come out in ascending logical order.
-"""
+"""Exact top-k over fp32 scores kept as integer keys, as device functions for the select kernel. The
+keys of a row stay in the L2 cache; physical page ids come out in ascending logical order."""
 
 import triton
 import triton.language as tl
@@ -12,10 +10,8 @@ CUTS = tl.constexpr(4)
 
 @triton.jit
 def order_keys(scores: tl.tensor) -> tl.tensor:
-    """int32 bits of uint32 keys that sort as the fp32 scores do, all above 0.
-
-    A score that is not finite sorts lowest.
-    """
+    """int32 bits of uint32 keys that sort as the fp32 scores do, all above 0. A score that is not
+    finite sorts lowest."""
     largest: tl.constexpr = 3.4028234663852886e38
     scores = tl.where(tl.abs(scores) <= largest, scores, -largest)
     # -0.0 and 0.0 are a tie.
@@ -46,9 +42,7 @@ def _guess_threshold(
     keys: tl.tensor, number: tl.tensor, share: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """The score that `share` of the scores would exceed if they were normal, and their deviation.
-
-    `keys`, [1, CHUNK], holds `number` scored pages. Scores that are not finite count as 0.
-    """
+    `keys`, [1, CHUNK], holds `number` scored pages. Scores that are not finite count as 0."""
     # Scores that are not finite have key 0x00800000, elements that hold no page have 0.
     scores = tl.where(keys > 0x00800000, _values(keys), 0.0)
     # One reduction sums the scores and their squares.
@@ -74,15 +68,12 @@ def _find_threshold(
     wanted: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Bracket [low, high) of keys that holds the wanted-th largest, and how many lie above it.
-
-    Each pass counts the keys above CUTS cuts at once. The first pass cuts around the threshold of a
+    """Bracket [low, high) of keys that holds the wanted-th largest, and how many lie above it. Each
+    pass counts the keys above CUTS cuts at once. The first pass cuts around the threshold of a
     normal distribution, the next two around that of a uniform one inside the bracket. Later passes
     cut the bracket into equal parts, so that the search ends for any scores. It stops as soon as
     the keys from `low` up are exactly the wanted ones; only ties go down to the last bit.
-
-    `resident`: the first CHUNK keys, [1, CHUNK], in registers.
-    """
+    `resident`: the first CHUNK keys, [1, CHUNK], in registers."""
     ladder = tl.arange(0, CUTS)
     lane = tl.arange(0, CHUNK)[None, :]
     low = tl.full((), 1, tl.uint32)
@@ -142,10 +133,8 @@ def _store_chunk(
     SINK_PAGES: tl.constexpr,
 ) -> tl.tensor:
     """Write the kept pages among those at `index`, [1, CHUNK]; `carry` counts those before them.
-
     One number holds both counts, of certain pages in its lower half and of tied ones in its upper
-    half. Returns the counts of each page, whose sum is to be added to `carry`.
-    """
+    half. Returns the counts of each page, whose sum is to be added to `carry`."""
     always = (index < SINK_PAGES) | ((index >= end) & (index < num_pages))
     certain = always | (key >= high)
     tied = (key >= low) & (key < high)
@@ -204,10 +193,8 @@ def store_selected(
     RECENT_PAGES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Write the physical ids of the kept pages in ascending logical order.
-
-    The tile of a short row is smaller than CHUNK, which makes its search faster.
-    """
+    """Write the physical ids of the kept pages in ascending logical order. The tile of a short row
+    is smaller than CHUNK, which makes its search faster."""
     if num_pages <= 512:
         _store_row(keys, pages, selected, num_pages, num_selected, SINK_PAGES, RECENT_PAGES, 512)
     elif num_pages <= 1024:

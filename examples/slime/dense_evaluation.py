@@ -1,8 +1,6 @@
-"""slime's evaluation by dense decode; its rollouts stay sparse.
-
-slime loads it by `--custom-generate-function-path dense_evaluation.generate`. It sends evaluation
-past the router, as sglang-router 0.3.2 drops `custom_params`.
-"""
+"""slime's evaluation by dense decode; its rollouts stay sparse. slime loads it by
+`--custom-generate-function-path dense_evaluation.generate`. It sends evaluation past the router, as
+sglang-router 0.3.2 drops `custom_params`."""
 
 import copy
 import random

@@ -1,10 +1,8 @@
 """slime's own training loop with another trainer than Megatron, to try its rollouts without that.
-
 Takes slime's arguments and runs its `train.py`. The trainer takes one optimizer step of policy
 gradient with truncated importance sampling per rollout, on one device, with transformers. It writes
 its batches to `--save-debug-train-data`. Without a GPU, Ray and slime are told of GPUs that do not
-exist.
-"""
+exist."""
 
 import argparse
 import functools

@@ -1,10 +1,8 @@
-"""`sparrow/accept_p05` among verl's own metrics, by two of verl's extension points.
-
-An agent loop has the server record some generations, and requests their exact acceptance rates
-before the weights change. A sampler of the replay buffer hands the rates of a batch to verl's
-trainer as metrics. Servers record if SPARROW_RECORD is <slots>x<tokens>: the slots of all agent
-loop workers together, and the tokens of the longest response.
-"""
+"""`sparrow/accept_p05` among verl's own metrics, by two of verl's extension points. An agent loop
+has the server record some generations, and requests their exact acceptance rates before the weights
+change. A sampler of the replay buffer hands the rates of a batch to verl's trainer as metrics.
+Servers record if SPARROW_RECORD is <slots>x<tokens>: the slots of all agent loop workers together,
+and the tokens of the longest response."""
 
 import asyncio
 import os
@@ -106,11 +104,8 @@ class RecordingClient:
 
 
 class SparrowAgentLoop(SingleTurnAgentLoop):
-    """verl's loop of one turn, with `RecordingClient`.
-
-    Each worker records `slots_per_worker` generations at a time. `sampling` are further sampling
-    parameters of SGLang for all requests.
-    """
+    """verl's loop of one turn, with `RecordingClient`. Each worker records `slots_per_worker`
+    generations at a time. `sampling` are further sampling parameters of SGLang for all requests."""
 
     def __init__(
         self,
@@ -130,9 +125,7 @@ class SparrowAgentLoop(SingleTurnAgentLoop):
 
 class TailSampler(ReplayBuffer):
     """verl's replay buffer of the synchronous trainer, with the tail of each batch as metrics.
-
-    `sampler_kwargs`: `bin_tokens`, positions per bin; `poll_interval` in seconds, 2 by default.
-    """
+    `sampler_kwargs`: `bin_tokens`, positions per bin; `poll_interval` in seconds, 2 by default."""
 
     def __init__(self, *args: Any, sampler_kwargs: Any, **more: Any) -> None:
         poll = sampler_kwargs.get("poll_interval", 2.0)

@@ -1,8 +1,6 @@
 """A task for verl's trainer without data files: long stories in which many given words occur.
-
 `python task.py FOLDER` writes train.parquet and test.parquet in verl's format. `compute_score` is
-verl's interface of a rule-based reward.
-"""
+verl's interface of a rule-based reward."""
 
 import random
 import re

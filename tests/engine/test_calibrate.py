@@ -219,10 +219,8 @@ def test_sigterm_is_not_missed_between_calls(model: str) -> None:
 
 
 def pairs_that_vary_most(model: str, prompts: Path, count: int) -> tuple:
-    """Rotary pairs by layer and KV head, from float64 queries and keys of transformers.
-
-    They are measured one query at a time.
-    """
+    """Rotary pairs by layer and KV head, from float64 queries and keys of transformers. They are
+    measured one query at a time."""
     found: dict[int, np.ndarray] = {}
 
     def attend(module, query, key, value, attention_mask, scaling, **_):

@@ -72,10 +72,8 @@ def engine_arguments(device: str, adapter: str, schedule: str = "fixed-96") -> d
 
 
 async def generate(engine, draw: random.Random, shared: list[int], number: int) -> int:
-    """One request: some share a prefix, some use the adapter, some are aborted on the way.
-
-    Returns how often it was retracted.
-    """
+    """One request: some share a prefix, some use the adapter, some are aborted on the way. Returns
+    how often it was retracted."""
     prompt = shared[: draw.choice([0, 40, 96])] + draw.choices(range(3, 250), k=draw.randint(1, 90))
     request = GenerateReqInput(
         rid=f"request-{number}",
@@ -98,10 +96,8 @@ async def generate(engine, draw: random.Random, shared: list[int], number: int) 
 
 
 async def check_while_running(engine, requests: list[asyncio.Task]) -> tuple[int, int]:
-    """Pause, compare every live landmark with its page, go on.
-
-    Returns the number of pauses, and of retractions of all requests.
-    """
+    """Pause, compare every live landmark with its page, go on. Returns the number of pauses, and of
+    retractions of all requests."""
     manager, checks = engine.tokenizer_manager, 0
     while not all(request.done() for request in requests):
         await asyncio.sleep(0.3)

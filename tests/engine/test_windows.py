@@ -33,9 +33,7 @@ RULED = BudgetSchedule(
 @pytest.fixture(scope="module", params=[pytest.param("gemma3", marks=NEEDS_GEMMA3), "gpt_oss"])
 def model(request, tmp_path_factory) -> str:
     """SGLang keeps the windows of gemma3 in the same KV pool, those of gpt_oss in one of their own.
-
-    The latter has attention sinks, too.
-    """
+    The latter has attention sinks, too."""
     if request.param == "gpt_oss" and installed_version() != LOCKED:
         pytest.skip(f"gpt-oss needs SGLang {LOCKED} on a CPU")
     folder = tmp_path_factory.mktemp(request.param)

@@ -80,12 +80,9 @@ def engine(
 
 @pytest.fixture
 def assert_follows(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """A check of an answer against an oracle, which bounds the median error.
-
-    The report of the tests shows the median. With such prompts, transformers in bf16 has a median
-    of 0.017 to 0.045 from float64, and 0.26 at some tokens; sparse decode is 0.10 to 0.15 from
-    dense decode.
-    """
+    """A check of an answer against an oracle, which bounds the median error. The report of the
+    tests shows the median. With such prompts, transformers in bf16 has a median of 0.017 to 0.045
+    from float64, and 0.26 at some tokens; sparse decode is 0.10 to 0.15 from dense decode."""
 
     def check(oracle: ContractModel, prompt: list[int], answer: dict[str, Any]) -> None:
         found = oracle.errors(prompt, answer)

@@ -1,8 +1,6 @@
 """The Triton kernels against the torch definition, and against the float64 loop of `contract.py`.
-
 On a CPU they run in Triton's interpreter, see `test_interpreted.py`; on a GPU the same cases run
-compiled.
-"""
+compiled."""
 
 from typing import Any
 

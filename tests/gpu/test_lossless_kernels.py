@@ -1,7 +1,5 @@
-"""The kernels of lossless decoding against the torch definition, with the same random numbers.
-
-On a CPU they run in Triton's interpreter, see `test_interpreted.py`.
-"""
+"""The kernels of lossless decoding against the torch definition, with the same random numbers. On a
+CPU they run in Triton's interpreter, see `test_interpreted.py`."""
 
 from typing import Any
 

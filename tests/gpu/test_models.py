@@ -1,8 +1,6 @@
-"""Engines on a GPU with every kind of attention that the kernels take.
-
-SGLang keeps the KV of gemma3's windowed layers in the common pool, that of gpt_oss in a pool of its
-own. gpt_oss also has attention sinks.
-"""
+"""Engines on a GPU with every kind of attention that the kernels take. SGLang keeps the KV of
+gemma3's windowed layers in the common pool, that of gpt_oss in a pool of its own. gpt_oss also has
+attention sinks."""
 
 import pytest
 import torch

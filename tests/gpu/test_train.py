@@ -34,10 +34,8 @@ SETTINGS = DistillConfig(enabled=True, delivery="lora", lr=1e-3)
 
 
 def attend(kernel, tensors, late, dtype):
-    """Output and gradients at the late positions (start, end) of sequences, in `dtype`.
-
-    `kernel` computes the output from a selection of pages; padding rows of the output are 0.
-    """
+    """Output and gradients at the late positions (start, end) of sequences, in `dtype`. `kernel`
+    computes the output from a selection of pages; padding rows of the output are 0."""
     query, key, value, direction = (x.to(dtype, copy=True) for x in tensors)
     inputs = [x.requires_grad_() for x in (query, key, value)]
     positions = padding(late, query.device).source

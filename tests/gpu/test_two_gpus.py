@@ -1,8 +1,6 @@
-"""One engine on two GPUs: split, replicated, and with replicated attention in a split model.
-
-The output of each rank is compared with transformers and the contract's loop, teacher-forced along
-the engine's own samples; requests are routed to each replica by its rank.
-"""
+"""One engine on two GPUs: split, replicated, and with replicated attention in a split model. The
+output of each rank is compared with transformers and the contract's loop, teacher-forced along the
+engine's own samples; requests are routed to each replica by its rank."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
-"""The command `sparrow`: its words and exit codes, and that mistakes are found within a second.
-
-All command lines run in one process, before anything that takes longer to import than to answer.
-"""
+"""The command `sparrow`: its words and exit codes, and that mistakes are found within a second. All
+command lines run in one process, before anything that takes longer to import than to answer."""
 
 import json
 import signal

@@ -1,8 +1,6 @@
-"""Runs of several trainer workers and engines write what a run in one process writes.
-
-Two raylets on this machine stand for two hosts of three GPUs each. Engines are stand-ins that draw
-the same samples in whatever process.
-"""
+"""Runs of several trainer workers and engines write what a run in one process writes. Two raylets
+on this machine stand for two hosts of three GPUs each. Engines are stand-ins that draw the same
+samples in whatever process."""
 
 import os
 import signal

@@ -60,10 +60,8 @@ class Run:
         return [sample for rollout in range(ROLLOUTS) for sample in self.samples(rollout)]
 
     def parts(self, sample: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
-        """Weight version, prompt and answer of each request for a sample.
-
-        The prompt of a request is all tokens of the sample before its answer.
-        """
+        """Weight version, prompt and answer of each request for a sample. The prompt of a request
+        is all tokens of the sample before its answer."""
         ends = [event for event in sample["trace"]["events"] if event.get("type") == "span_end"]
         lengths = [
             event["attrs"]["completion_tokens"]

@@ -81,10 +81,8 @@ class Server:
             yield name, answers
 
     def wait_until_done(self) -> set[str]:
-        """Wait until the audit, which keeps the order of requests, is done with all so far.
-
-        Returns the ids of all audited requests.
-        """
+        """Wait until the audit, which keeps the order of requests, is done with all so far. Returns
+        the ids of all audited requests."""
         deadline = time.monotonic() + SECONDS
         names: set[str] = set()
         # Requests are dropped while others hold all slots.

@@ -1,8 +1,6 @@
-"""Random inputs are read, or refused in one short line; a server goes on after each of them.
-
-A case begins with a valid input and changes it in a place or two. SPARROW_FUZZ_CASES and
-SPARROW_FUZZ_SEED say how many and which; `make fuzz` runs 100,000.
-"""
+"""Random inputs are read, or refused in one short line; a server goes on after each of them. A case
+begins with a valid input and changes it in a place or two. SPARROW_FUZZ_CASES and SPARROW_FUZZ_SEED
+say how many and which; `make fuzz` runs 100,000."""
 
 import json
 import os

@@ -41,11 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def failing() -> Iterator[None]:
-    """Make schedulers, which are forked from this process, fail on some schedules.
-
-    fails-dp-rank-1 cannot be loaded on that rank; stays-dp-rank-1 cannot be loaded on the others,
-    and that rank cannot go back from it to fixed-64.
-    """
+    """Make schedulers, which are forked from this process, fail on some schedules. fails-dp-rank-1
+    cannot be loaded on that rank; stays-dp-rank-1 cannot be loaded on the others, and that rank
+    cannot go back from it to fixed-64."""
     from sglang.srt.managers.scheduler import Scheduler
 
     # Hooks stay beneath what is patched here, and outlive it.

@@ -1,7 +1,5 @@
 """200 clients with good, bad, abandoned and aborted requests, and what is left when they are gone.
-
-`make soak` runs it for SPARROW_SOAK_S seconds, ten minutes by default.
-"""
+`make soak` runs it for SPARROW_SOAK_S seconds, ten minutes by default."""
 
 import asyncio
 import json
@@ -151,11 +149,9 @@ def _request(draw: random.Random, route: str | None = None) -> tuple[str, dict[s
 
 
 def resident_bytes() -> int:
-    """Memory of the server's processes, the only children of this one.
-
-    Memory shared with this process, from which they are forked, counts too: its pages are copied
-    one by one as they are touched, so the memory not shared grows for long without any leak.
-    """
+    """Memory of the server's processes, the only children of this one. Memory shared with this
+    process, from which they are forked, counts too: its pages are copied one by one as they are
+    touched, so the memory not shared grows for long without any leak."""
     return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
 
 

@@ -12,10 +12,8 @@ RANK = 4
 
 
 def save_model_of_words(folder: Path, **overrides: Any) -> str:
-    """A tiny random checkpoint whose token 17 is the word `w17`, in chats too.
-
-    `overrides` are fields of its config.
-    """
+    """A tiny random checkpoint whose token 17 is the word `w17`, in chats too. `overrides` are
+    fields of its config."""
     save_tiny_model(folder, spread=0.15, **overrides)
     tokenizer = word_tokenizer({f"w{index}": index for index in range(VOCAB_SIZE)}, "w0")
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -1,8 +1,6 @@
-"""Runs the folders of tests at once, in forks of one process that has imported SGLang.
-
-The import takes 20 s of processor time. Not pytest-xdist, which waits for ever for a worker that a
-failing engine has killed.
-"""
+"""Runs the folders of tests at once, in forks of one process that has imported SGLang. The import
+takes 20 s of processor time. Not pytest-xdist, which waits for ever for a worker that a failing
+engine has killed."""
 
 import gc
 import os

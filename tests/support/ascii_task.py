@@ -25,9 +25,7 @@ def reward(prompt: Prompt, text: str) -> float:
 
 def save_model_of_bytes(folder: Path, **overrides: Any) -> str:
     """A tiny random checkpoint with a tokenizer of one token per byte, and a chat template.
-
-    `overrides` are fields of its config.
-    """
+    `overrides` are fields of its config."""
     # Imported here, because reward workers import this file and do not need these modules.
     from engines import save_tiny_model
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -6,10 +6,8 @@ from typing import Any
 
 
 def outcomes(engine: Any, wait_s: float = 60.0) -> dict[str, int]:
-    """What has become of all requests so far, once no audit is left to do or `wait_s` is over.
-
-    All rows of audited requests are in the log.
-    """
+    """What has become of all requests so far, once no audit is left to do or `wait_s` is over. All
+    rows of audited requests are in the log."""
     auditor = engine.tokenizer_manager.sparrow.auditor
 
     async def finish() -> None:

@@ -1,10 +1,8 @@
-"""Real SGLang engines that start in about a second, and tiny checkpoints for them to serve.
-
-SGLang spawns its processes, and each would import SGLang anew (20 s on two cores). Here they are
-forked from the test process, which has imported everything once. That is safe as long as no OpenMP
-threads run in the test process, see conftest.py; engines inherit its limit of one thread, which is
-also fastest for models this small.
-"""
+"""Real SGLang engines that start in about a second, and tiny checkpoints for them to serve. SGLang
+spawns its processes, and each would import SGLang anew (20 s on two cores). Here they are forked
+from the test process, which has imported everything once. That is safe as long as no OpenMP threads
+run in the test process, see conftest.py; engines inherit its limit of one thread, which is also
+fastest for models this small."""
 
 import gc
 import multiprocessing
@@ -128,14 +126,10 @@ class EngineDied(RuntimeError):
 
 @contextmanager
 def start_engine(model_path: str, *, measured: bool = False, **server_args: Any) -> Iterator[Any]:
-    """A running `sglang.Engine`; several may run at once.
-
-    Unless `measured`, the speed of this machine does not decide which steps are dense, nor how many
-    tokens a round drafts.
-
-    It takes token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang
-    unchanged and override the defaults below.
-    """
+    """A running `sglang.Engine`; several may run at once. Unless `measured`, the speed of this
+    machine does not decide which steps are dense, nor how many tokens a round drafts. It takes
+    token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang unchanged
+    and override the defaults below."""
     engine_module = import_for_fork()
     defaults = {
         "model_path": model_path,

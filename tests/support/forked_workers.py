@@ -1,9 +1,7 @@
 """Workers of Ray that are forked from a process that has imported SGLang, which takes each 20 s.
-
 Run as a program, it stands in for Python where Ray starts a worker: it hands over its arguments,
 environment, folder and files to the process that forks, and ends with the worker and all that this
-has started.
-"""
+has started."""
 
 import ctypes
 import json

@@ -43,10 +43,8 @@ REQUESTS = (
 
 
 def p_value(drawn: Iterable[Any], expected: Mapping[Any, float]) -> float:
-    """Chance of a chi-square as large as that of `drawn`, if it follows `expected`.
-
-    Rare outcomes are pooled until at least five are expected.
-    """
+    """Chance of a chi-square as large as that of `drawn`, if it follows `expected`. Rare outcomes
+    are pooled until at least five are expected."""
     counts = Counter(drawn)
     impossible = set(counts) - {key for key, p in expected.items() if p > 0}
     if impossible:

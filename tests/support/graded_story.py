@@ -1,7 +1,5 @@
-"""The built-in story task with a reward that differs between the responses of any model.
-
-With rewards of 0 and 1, all responses of a small step often have the same, and it learns nothing.
-"""
+"""The built-in story task with a reward that differs between the responses of any model. With
+rewards of 0 and 1, all responses of a small step often have the same, and it learns nothing."""
 
 from dataclasses import replace
 

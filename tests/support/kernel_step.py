@@ -74,11 +74,9 @@ def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(autouse=True, scope="module")
 def rounding_of_a_gpu() -> Iterator[None]:
-    """Make Triton 3.6's interpreter treat bf16 as a GPU does, in files that import this.
-
-    The interpreter truncates casts to bf16 and multiplies the bit patterns in tl.dot; a GPU rounds
-    to nearest even and multiplies the values.
-    """
+    """Make Triton 3.6's interpreter treat bf16 as a GPU does, in files that import this. The
+    interpreter truncates casts to bf16 and multiplies the bit patterns in tl.dot; a GPU rounds to
+    nearest even and multiplies the values."""
     if not INTERPRETED:
         yield
         return

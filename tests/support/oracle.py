@@ -1,9 +1,7 @@
 """Expected answers of a server with the sparrow backend, from transformers and the contract's loop.
-
 The oracle is a transformers model in float64. Its attention is dense for the prompt and follows
 `contract.py` for every later position, except in layers with a sliding window, which always attend
-to their window. It shares nothing with the backend but the checkpoint.
-"""
+to their window. It shares nothing with the backend but the checkpoint."""
 
 from typing import Any
 

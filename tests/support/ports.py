@@ -1,9 +1,7 @@
-"""Ports for the processes of the tests, which run side by side.
-
-A port that is only known to be free may be taken before it is used: by another process, or by the
-kernel for an outgoing connection. The ports here are handed out in turn to all processes of this
-machine, and lie below the kernel's ephemeral ports.
-"""
+"""Ports for the processes of the tests, which run side by side. A port that is only known to be
+free may be taken before it is used: by another process, or by the kernel for an outgoing
+connection. The ports here are handed out in turn to all processes of this machine, and lie below
+the kernel's ephemeral ports."""
 
 import fcntl
 import socket

@@ -1,8 +1,6 @@
-"""Sampled answers of a tiny model, against their exact joint distribution.
-
-The model has six tokens; its schedule reads four of the prompt's nine pages, so that sparse decode
-has another distribution than dense decode.
-"""
+"""Sampled answers of a tiny model, against their exact joint distribution. The model has six
+tokens; its schedule reads four of the prompt's nine pages, so that sparse decode has another
+distribution than dense decode."""
 
 import itertools
 from pathlib import Path

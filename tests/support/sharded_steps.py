@@ -1,7 +1,5 @@
-"""Steps of a policy with the embedded model on this process's GPU.
-
-torchrun runs this file as a program on two ranks; a single rank calls `steps`.
-"""
+"""Steps of a policy with the embedded model on this process's GPU. torchrun runs this file as a
+program on two ranks; a single rank calls `steps`."""
 
 import gc
 import os

@@ -1,11 +1,9 @@
-"""verl's trainer without a GPU, through verl's own extension point VERL_USE_EXTERNAL_MODULES.
-
-verl loads this module in each of its processes. The module registers a platform named `cpu` and a
-loader of the class of rollout replicas; get_rollout_replica_class imports SGLang as for an Intel
-AMX processor. verl itself is not changed. Two functions of torch and SGLang are patched, as both
-expect a device: torch rejects the backend `cpu:gloo,cpu:gloo`, and SGLang's reducer looks for the
-device of a shared tensor.
-"""
+"""verl's trainer without a GPU, through verl's own extension point VERL_USE_EXTERNAL_MODULES. verl
+loads this module in each of its processes. The module registers a platform named `cpu` and a loader
+of the class of rollout replicas; get_rollout_replica_class imports SGLang as for an Intel AMX
+processor. verl itself is not changed. Two functions of torch and SGLang are patched, as both expect
+a device: torch rejects the backend `cpu:gloo,cpu:gloo`, and SGLang's reducer looks for the device
+of a shared tensor."""
 
 import functools
 import sys

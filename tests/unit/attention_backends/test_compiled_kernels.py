@@ -1,8 +1,6 @@
-"""A server compiles few kernels, and all of them before its first request.
-
-Triton takes seconds to compile one, and compiles another for each new set of constant arguments and
-for numbers that are 1 or multiples of 16.
-"""
+"""A server compiles few kernels, and all of them before its first request. Triton takes seconds to
+compile one, and compiles another for each new set of constant arguments and for numbers that are 1
+or multiples of 16."""
 
 from collections import Counter
 from types import SimpleNamespace

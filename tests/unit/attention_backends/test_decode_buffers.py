@@ -94,10 +94,8 @@ def batch_of(size: int) -> SimpleNamespace:
 
 
 def captured_batches() -> list[int]:
-    """Batch sizes that SGLang captures with DP attention over four ranks of one attention group.
-
-    It keeps multiples of four, and rounds the number of admitted requests up to one.
-    """
+    """Batch sizes that SGLang captures with DP attention over four ranks of one attention group. It
+    keeps multiples of four, and rounds the number of admitted requests up to one."""
     return [size for size in (1, 2, 4, 8, 16, 24, 32) if size % 4 == 0 and size <= 20] + [20]
 
 

@@ -25,10 +25,8 @@ def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> di
 
 
 class Engine:
-    """A clock in place of an engine: prefill takes 100 s, cached or not 1 s, a step 2 s.
-
-    `waves` are the batches in which it decodes the sequences that are sent together.
-    """
+    """A clock in place of an engine: prefill takes 100 s, cached or not 1 s, a step 2 s. `waves`
+    are the batches in which it decodes the sequences that are sent together."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, waves: int = 1) -> None:
         self.now, self.cached, self.waves = 0.0, False, waves

@@ -51,9 +51,7 @@ def test_acceptance_rates_are_those_of_the_contract(
 
 def test_gradients_flow_through_the_chosen_pages_only():
     """The reference is autograd through a plain softmax over the tokens that the forward kept.
-
-    Three sequences are padded to one length; the last is within the budget.
-    """
+    Three sequences are padded to one length; the last is within the budget."""
     torch.manual_seed(0)
     schedule = BudgetSchedule(name="t", page_size=16, bin_tokens=64, budget_tokens=(64,))
     spans, prompts = [(0, 150), (150, 277), (277, 317)], (100, 70, 39)
