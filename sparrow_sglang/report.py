@@ -185,6 +185,9 @@ def _files(path: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(path):
         # Of a run they are large, and hold nothing to report.
         skipped = "checkpoints" if METRICS_FILE in names else ""
+        if "settings.json" in names:
+            # The work folder of a calibration, whose schedules are for measuring.
+            continue
         folders[:] = sorted(n for n in folders if not n.startswith(".") and n != skipped)
         names = [name for name in names if name == METRICS_FILE or name.endswith(".json")]
         yield from (Path(folder, name) for name in sorted(names))

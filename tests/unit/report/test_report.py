@@ -239,6 +239,15 @@ def test_runs_within_the_folder_of_a_run_are_found(run: Path, tmp_path: Path) ->
     assert find_sources([tmp_path]).runs == [tmp_path, tmp_path / "again"]
 
 
+def test_what_a_calibration_works_with_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "m.calibration" / "pairs").mkdir(parents=True)
+    BudgetSchedule.fixed(64).save(tmp_path / "m.json")
+    for folder in (tmp_path / "m.calibration", tmp_path / "m.calibration" / "pairs"):
+        (folder / "settings.json").write_text("{}")
+        BudgetSchedule.fixed(64).save(folder / "rule.json")
+    assert list(find_sources([tmp_path]).schedules) == [tmp_path / "m.json"]
+
+
 def test_equal_runs_are_compared_without_a_warning() -> None:
     with warnings.catch_warnings(action="error"):
         halves = [interval(*sides)["half"] for sides in (([0.1] * 3,), ([0.1] * 3, [0.2] * 2))]
