@@ -28,7 +28,6 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 count = at_least(1)
-"""An argparse `type` of whole numbers from 1 on."""
 
 
 def table(rows: Sequence[Sequence[str]], align: str = "<") -> str:

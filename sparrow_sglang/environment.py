@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 @contextmanager
 def exported(name: str, value: str) -> Iterator[None]:
-    """Within, the environment has `name` set to `value`."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

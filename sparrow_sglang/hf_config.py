@@ -24,24 +24,19 @@ def model_value(hf_config: Any, key: str) -> Any:
 
 
 def num_layers_of(hf_config: Any) -> int:
-    layers: int = config_value(text_config(hf_config), "num_hidden_layers")
-    return layers
+    return config_value(text_config(hf_config), "num_hidden_layers")
 
 
 def head_dim_of(hf_config: Any) -> int:
     text = text_config(hf_config)
-    head_dim: int = config_value(text, "head_dim") or (
+    return config_value(text, "head_dim") or (
         config_value(text, "hidden_size") // config_value(text, "num_attention_heads")
     )
-    return head_dim
 
 
 def num_kv_heads_of(hf_config: Any) -> int:
     text = text_config(hf_config)
-    heads: int = config_value(text, "num_key_value_heads") or (
-        config_value(text, "num_attention_heads")
-    )
-    return heads
+    return config_value(text, "num_key_value_heads") or config_value(text, "num_attention_heads")
 
 
 def layer_types_of(hf_config: Any) -> tuple[str, ...]:

@@ -9,8 +9,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,10 +56,17 @@ def embedded_model() -> Path:
     if _is_complete(target):
         return target
     try:
-        with _only_converter(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.parent / ".lock", "w") as lock:
+            # The kernel drops the lock with its process, so a killed converter blocks nobody.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             # Another process may have finished while this one waited for the lock.
             if not _is_complete(target):
-                _convert_atomically(gguf, target)
+                # What lies here was left by a killed process.
+                delete_drafts(target.parent)
+                logger.info("converting weights to %s (once, about half a minute)", target)
+                with replacing(target) as draft:
+                    _convert(gguf, draft)
     except OSError as error:
         raise ModelError(
             f"cannot write the embedded model to {target.parent} ({error}): free space there, or"
@@ -197,29 +202,16 @@ def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in FILES)
 
 
-@contextmanager
-def _only_converter(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
-        # The kernel drops the lock with its process, so a killed converter blocks nobody.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _convert_atomically(gguf: Path, target: Path) -> None:
-    # Under the lock nobody else converts: what lies here was left by a killed process.
-    delete_drafts(target.parent)
-    logger.info("converting weights to %s (once, about half a minute)", target)
-    with replacing(target) as draft:
-        _convert(gguf, draft)
-
-
 def _convert(gguf: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_unpacked()
+    plain: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):
+        # As earlier ones do, have transformers 5.19 load weights as plain tensors.
+        plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **plain
     )
     # transformers calls a model from GGUF quantized, and does not save those.
     model.hf_quantizer = None  # type: ignore[assignment]
@@ -227,15 +219,6 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.generation_config.update(do_sample=True, temperature=TEMPERATURE)
     model.save_pretrained(folder)
     _tokenizer(gguf).save_pretrained(folder)
-
-
-def _unpacked() -> dict[str, Any]:
-    """Have transformers 5.19 load weights as plain tensors, as earlier ones do."""
-    import transformers
-
-    if not hasattr(transformers, "GgufConfig"):
-        return {}
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _tokenizer(gguf: Path) -> Any:

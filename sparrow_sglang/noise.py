@@ -32,7 +32,6 @@ def leave_out() -> None:
         os.environ["PYTHONWARNINGS"] = ",".join((*given, *ours))
     for beginning in _WARNINGS:
         warnings.filterwarnings("ignore", beginning, UserWarning)
-    # A logger takes a filter once.
     for source in _LOGGED:
         logging.getLogger(source).addFilter(_is_kept)
 

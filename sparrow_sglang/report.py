@@ -331,10 +331,9 @@ def write_page(title: str, sources: Sources) -> str:
         lstrip_blocks=True,
     )
     environment.filters["inline"] = _inline
-    page: str = environment.get_template("report.html.j2").render(
+    return environment.get_template("report.html.j2").render(
         title=title, sections=sections, version=version("sparrow-sglang")
     )
-    return page
 
 
 def _sections(sources: Sources) -> Iterator[Section]:

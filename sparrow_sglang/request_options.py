@@ -170,8 +170,7 @@ class RequestState:
 def request_state(request: Any) -> RequestState:
     if getattr(request, ATTRIBUTE, None) is None:
         setattr(request, ATTRIBUTE, RequestState())
-    state: RequestState = getattr(request, ATTRIBUTE)
-    return state
+    return getattr(request, ATTRIBUTE)
 
 
 def _problem(key: Any, value: Any, active: BudgetSchedule) -> str | None:

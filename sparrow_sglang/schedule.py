@@ -1,7 +1,4 @@
-"""The KV budget of sparse decode as a function of sequence length.
-
-`schedule_names` finds schedules by name.
-"""
+"""The KV budget of sparse decode as a function of sequence length."""
 
 import json
 import os
@@ -95,10 +92,9 @@ class BudgetSchedule(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "BudgetSchedule":
         page = self.page_size
-        if self.bin_tokens % page:
-            raise ValueError(_not_whole_pages("bin_tokens", self.bin_tokens, page))
-        if self.dense_tokens % page:
-            raise ValueError(_not_whole_pages("dense_tokens", self.dense_tokens, page))
+        for field in ("bin_tokens", "dense_tokens"):
+            if (tokens := getattr(self, field)) % page:
+                raise ValueError(_not_whole_pages(field, tokens, page))
         floor = self.least_pages * page
         for i, tokens in enumerate(self.budget_tokens):
             if tokens < floor:
@@ -114,7 +110,13 @@ class BudgetSchedule(BaseModel):
         layers = self.dense_layers
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
             raise ValueError(f"dense_layers={quoted(list(layers))}: expected distinct indices")
-        self._check_selection()
+        if self.selection.layer_weights is not None:
+            weights = self.sparse_weights
+            mean = sum(weights) / max(1, len(weights))
+            if abs(mean - 1) > _MEAN_WEIGHT_TOLERANCE:
+                raise ValueError(
+                    f"selection.layer_weights: mean of sparse layers {mean:.6g}: expected 1"
+                )
         try:
             # Ranks compare schedules, and answers over HTTP carry them.
             evidence = [self.model, self.model_match, self.provenance]
@@ -122,16 +124,6 @@ class BudgetSchedule(BaseModel):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"model, model_match, provenance: not JSON ({error})") from None
         return self
-
-    def _check_selection(self) -> None:
-        if self.selection.layer_weights is None:
-            return
-        weights = self.sparse_weights
-        mean = sum(weights) / max(1, len(weights))
-        if abs(mean - 1) > _MEAN_WEIGHT_TOLERANCE:
-            raise ValueError(
-                f"selection.layer_weights: mean of sparse layers {mean:.6g}: expected 1"
-            )
 
     @cached_property
     def sparse_weights(self) -> tuple[float, ...]:

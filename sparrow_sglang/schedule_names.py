@@ -23,9 +23,11 @@ def known_schedules() -> list[str]:
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
-def named_schedule(flag: str | None) -> str:
-    """--sparrow-schedule, else SPARROW_SCHEDULE, else "auto"."""
-    return str(os.environ.get(SCHEDULE_VARIABLE) or AUTO if flag is None else flag)
+def named_schedule(flag: str | None, lossless: bool) -> str:
+    """--sparrow-schedule, else SPARROW_SCHEDULE, else "auto"; with lossless decoding "drafts"."""
+    name = str(os.environ.get(SCHEDULE_VARIABLE) or AUTO if flag is None else flag)
+    # Drafts need no calibration, and the model's own schedule reads more than pays.
+    return DRAFTS if name == AUTO and lossless else name
 
 
 def load_schedule(spec: str, page_size: int) -> BudgetSchedule:

@@ -80,14 +80,10 @@ class SelectionRule(BaseModel):
                 )
 
     @model_validator(mode="after")
-    def _check_combination(self) -> "SelectionRule":
+    def _check(self) -> "SelectionRule":
         for field in () if self.int4 else ("landmark_pairs", "layer_weights"):
             if getattr(self, field) is not None:
                 raise ValueError(f"{field} with landmark_bits=16: expected null")
-        return self
-
-    @model_validator(mode="after")
-    def _check_pair_lists(self) -> "SelectionRule":
         if self.landmark_pairs is None:
             return self
         lists = [head for layer in self.landmark_pairs for head in layer]
@@ -130,11 +126,11 @@ class SelectionRule(BaseModel):
             raise InputError(f"layer_weights has {len(weights)} numbers: expected {layers}")
         if pairs is None:
             return
-        shape = (num_layers_of(hf_config), num_kv_heads_of(hf_config))
-        if (len(pairs), len(pairs[0])) != shape:
+        layers, heads = num_layers_of(hf_config), num_kv_heads_of(hf_config)
+        if (len(pairs), len(pairs[0])) != (layers, heads):
             raise InputError(
                 f"landmark_pairs has lists for {len(pairs)} layers of {len(pairs[0])} KV heads:"
-                f" expected {shape[0]} layers of {shape[1]}, as the model has"
+                f" expected {layers} layers of {heads}, as the model has"
             )
         most = head_dim_of(hf_config) // 2 - 1
         if (largest := max(head[-1] for layer in pairs for head in layer)) > most:
@@ -144,9 +140,8 @@ class SelectionRule(BaseModel):
         """Bytes of the landmarks of one page and KV head; a number of a landmark that is not int4
         takes `mean_itemsize` bytes."""
         channels = 2 * self.pairs_kept(head_dim)
-        per_landmark = channels * mean_itemsize
-        if self.int4:
-            per_landmark = channels // 2 + _INT4_SCALE_BYTES
+        int4_bytes = channels // 2 + _INT4_SCALE_BYTES
+        per_landmark = int4_bytes if self.int4 else channels * mean_itemsize
         return self.landmarks_per_page(page_size) * per_landmark
 
 

@@ -1,7 +1,4 @@
-"""SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_install` lists.
-
-Which fields it has, how ours are added, and what SGLang chose where the user left a field open.
-"""
+"""SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_install` lists."""
 
 import ast
 import copy
@@ -48,17 +45,14 @@ class _Resolved:
 
 def resolved(server_args: "ServerArgs") -> "ServerArgs":
     """The arguments to read: what SGLang has decided on so far, else what the user gave."""
-    view: Any = server_args
-    if hasattr(type(server_args), "resolve_once"):
-        view = _Resolved(server_args)
-    return view
+    view: Any = _Resolved(server_args)
+    return view if hasattr(type(server_args), "resolve_once") else server_args
 
 
 def resolve(server_args: "ServerArgs") -> None:
     """Have SGLang decide on what the user left open, and check; in 0.5.15 `__init__` does it."""
-    record: Any = server_args
-    if hasattr(record, "resolve_once"):
-        record.resolve_once()
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
 
 
 def is_resolved(server_args: "ServerArgs") -> bool:
@@ -78,10 +72,8 @@ def model_config_if_read(server_args: "ServerArgs") -> "ModelConfig | None":
 
 
 def read_model_config(server_args: "ServerArgs") -> "ModelConfig":
-    record: Any = server_args
-    if hasattr(record, "get_model_config"):
-        config: ModelConfig = record.get_model_config()
-        return config
+    if hasattr(server_args, "get_model_config"):
+        return server_args.get_model_config()
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     return model_config_of(server_args)
@@ -253,13 +245,11 @@ def rows_of_graphs(server_args: "ServerArgs", requests: int) -> int:
     except ImportError:
         # In 0.5.15 the padding is chosen while graphs are captured.
         return server_args.cuda_graph_config.decode.max_bs
-    rows: int = get_cuda_graph_max_batch_size(requests)
-    return rows
+    return get_cuda_graph_max_batch_size(requests)
 
 
 def attention_tp_size(server_args: "ServerArgs") -> int:
     """How many ranks the heads of an attention layer are split among."""
     view: Any = resolved(server_args)
     replicas = view.dp_size if view.enable_dp_attention else getattr(view, "attn_dp_size", 1)
-    size: int = view.tp_size // view.attn_cp_size // replicas
-    return size
+    return view.tp_size // view.attn_cp_size // replicas

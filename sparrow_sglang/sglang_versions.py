@@ -55,17 +55,15 @@ _MOVED: dict[str, str | None] = {
 @functools.cache
 def located(target: str) -> str | None:
     """`target`, or where this SGLang has it; None if this one has no need of a hook there."""
-    if target in _MOVED and not _exists(target):
-        return _MOVED[target]
-    return target
+    return _MOVED[target] if target in _MOVED and named(target) is None else target
 
 
-def _exists(target: str) -> bool:
+def named(target: str) -> Any:
+    """What `target` names; None if this SGLang has nothing of that name."""
     try:
-        pkgutil.resolve_name(target)
+        return pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
-        return False
-    return True
+        return None
 
 
 def last_locations_in_torch() -> Any:
@@ -91,8 +89,7 @@ def can_flush(scheduler: Any) -> bool:
     arguments: dict[str, Any] = {}
     if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
         arguments["ignore_waiting"] = scheduler._engine_paused
-    idle: bool = scheduler.is_fully_idle(**arguments)
-    return idle
+    return scheduler.is_fully_idle(**arguments)
 
 
 def weight_update_session(manager: Any, step: str) -> Any:
@@ -154,8 +151,7 @@ def kv_of(req: Any) -> Any:
 
 
 def prefilled_tokens(req: Any) -> int:
-    end: int = req.extend_end if hasattr(req, "extend_end") else req.extend_range.end
-    return end
+    return req.extend_end if hasattr(req, "extend_end") else req.extend_range.end
 
 
 def evicted_tokens(req: Any) -> int:
@@ -163,16 +159,13 @@ def evicted_tokens(req: Any) -> int:
     # In 0.5.23 each kind of pool has a count of its own; in 0.5.15 the request has it.
     names = ("max_evicted_seqlen", "swa_evicted_seqlen")
     holders = (getattr(req, "kv", None), req)
-    tokens: int = next(getattr(h, name) for h in holders for name in names if hasattr(h, name))
-    return tokens
+    return next(getattr(h, name) for h in holders for name in names if hasattr(h, name))
 
 
 def cacheable_tokens(req: Any) -> int:
     """How many tokens of a request its release may put into the prefix tree."""
     names = ("owned_kv_len", "effective_kv_committed_len", "_cache_commit_len")
-    method = next(getattr(req, name) for name in names if hasattr(req, name))
-    tokens: int = method()
-    return tokens
+    return next(getattr(req, name)() for name in names if hasattr(req, name))
 
 
 def cache_prefilled(req: Any, tree_cache: Any) -> None:

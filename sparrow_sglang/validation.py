@@ -19,9 +19,8 @@ def nearest_first(word: str, known: Iterable[str], cutoff: float = 0.0) -> list[
 
 def unknown_key(key: object, known: Iterable[str]) -> str:
     names = nearest_first(str(key), known)
-    return (
-        f"unknown key {quoted(key, 60)}: did you mean {names[0]!r}? Known keys: {', '.join(names)}"
-    )
+    hint = f"did you mean {names[0]!r}? Known keys: {', '.join(names)}"
+    return f"unknown key {quoted(key, 60)}: {hint}"
 
 
 def first_problem(
@@ -62,8 +61,7 @@ def _dotted(loc: Iterable[str | int]) -> str:
 
 def _section(model: type[BaseModel], loc: Iterable[str | int]) -> type[BaseModel]:
     for part in loc:
-        field = model.model_fields.get(str(part))
-        annotation = field.annotation if field is not None else None
+        annotation = getattr(model.model_fields.get(str(part)), "annotation", None)
         for kind in (annotation, *get_args(annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 model = kind

@@ -252,14 +252,9 @@ def _job(
                     f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
                 )
     else:
+        sizes = context, fields["bin_tokens"], options.new_tokens, options.prompts_per_bin
         prompts = builtin_prompts(
-            tokenize,
-            context,
-            fields["bin_tokens"],
-            options.new_tokens,
-            options.prompts_per_bin,
-            "check" if checked else "calibration",
-            options.seed,
+            tokenize, *sizes, "check" if checked else "calibration", options.seed
         )
     room = context - UNSCORED
     samples = plan_samples(prompts, under, options.samples, options.new_tokens, room, checked)
@@ -281,7 +276,26 @@ def _job(
         **model,
         prompts=prompts,
         samples=samples,
-        settings=_settings(options, model, prompts) | settings,
+        # Everything that the measurements depend on: a work folder belongs to one set of settings.
+        settings={
+            "model": _identity(options.model_path, model["path"]),
+            "weights": _weights(options.model_path),
+            "device": device_name(),
+            "dtype": engine_dtype(options.engine_args)
+            or str(model_value(model["hf_config"], "dtype")),
+            "sglang": version("sglang"),
+            "page_size": options.page_size,
+            "context": context,
+            "prompts": str(options.prompts or "built in"),
+            "prompts_sha256": prompts_digest(prompts),
+            "num_prompts": len({prompt.name for prompt in prompts}),
+            "samples": options.samples,
+            "new_tokens": options.new_tokens,
+            "temperature": 1.0,
+            "seed": options.seed,
+            "engine_args": options.engine_args,
+            **settings,
+        },
         engine_args=engine_args | options.engine_args,
         **fields,
     )
@@ -313,29 +327,6 @@ def _model(options: CalibrationOptions) -> dict[str, Any]:
 def default_budgets(context: int, page_size: int) -> list[int]:
     least = BudgetSchedule.fixed(context * page_size, page_size).least_pages * page_size
     return [b for b in BUDGETS if least < b < context] or [least + page_size]
-
-
-def _settings(
-    options: CalibrationOptions, model: dict[str, Any], prompts: Sequence[Prompt]
-) -> dict[str, Any]:
-    """Everything that the measurements depend on; a work folder belongs to one set of settings."""
-    return {
-        "model": _identity(options.model_path, model["path"]),
-        "weights": _weights(options.model_path),
-        "device": device_name(),
-        "dtype": engine_dtype(options.engine_args) or str(model_value(model["hf_config"], "dtype")),
-        "sglang": version("sglang"),
-        "page_size": options.page_size,
-        "context": model["context"],
-        "prompts": str(options.prompts or "built in"),
-        "prompts_sha256": prompts_digest(prompts),
-        "num_prompts": len({prompt.name for prompt in prompts}),
-        "samples": options.samples,
-        "new_tokens": options.new_tokens,
-        "temperature": 1.0,
-        "seed": options.seed,
-        "engine_args": options.engine_args,
-    }
 
 
 def engine_dtype(engine_args: dict[str, Any]) -> str | None:

@@ -22,11 +22,11 @@ from sparrow_sglang.calibration.rule import (
     chosen_pairs,
     dense_candidates,
     dense_schedule,
-    even_schedule,
     rule_settings,
     sensitivities,
     sensitivity_schedule,
     variance_kept,
+    weighted_schedule,
 )
 from sparrow_sglang.calibration.samples import VARIANCES, Tokens, plan_samples
 from sparrow_sglang.client.endpoint import connect
@@ -83,9 +83,8 @@ def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> 
 
 
 def _even(job: Job, rule: SelectionRule) -> BudgetSchedule:
-    layers = num_layers_of(job.hf_config)
-    whole = whole_pages(job.context, job.page_size)
-    return even_schedule("first", rule, layers, job.page_size, whole)
+    weights, whole = [1.0] * num_layers_of(job.hf_config), whole_pages(job.context, job.page_size)
+    return weighted_schedule("first", rule, weights, job.page_size, whole)
 
 
 def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:

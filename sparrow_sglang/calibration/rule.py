@@ -70,12 +70,6 @@ def rule_settings(rule: SelectionRule) -> dict[str, Any]:
     return fields
 
 
-def even_schedule(
-    name: str, rule: SelectionRule, layers: int, page_size: int, tokens: int
-) -> BudgetSchedule:
-    return _weighted(name, rule, [1.0] * layers, page_size, tokens, ())
-
-
 def sensitivity_schedule(
     layer: int,
     rule: SelectionRule,
@@ -86,7 +80,7 @@ def sensitivity_schedule(
 ) -> BudgetSchedule:
     """Only `layer` is sparse and reads 1/16 of the context; the others read the whole KV."""
     sharing = layers - len(partial)
-    least = even_schedule("least", rule, layers, page_size, context).least_pages + 1
+    least = BudgetSchedule.drafts(page_size).least_pages + 1
     wanted = max(least, context // SENSITIVITY_SHARE // page_size)
     # Weights have a mean of 1 and one is small, so the budget must be a little above the context.
     pages = -(-context // page_size)
@@ -95,7 +89,7 @@ def sensitivity_schedule(
     weights = [(sharing - own) / max(1, sharing - 1)] * layers
     weights[layer] = own if sharing > 1 else 1.0
     tokens = (budget if sharing > 1 else wanted) * page_size
-    return _weighted(f"layer-{layer}", rule, weights, page_size, tokens, partial)
+    return weighted_schedule(f"layer-{layer}", rule, weights, page_size, tokens, partial)
 
 
 def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list[float]:
@@ -150,10 +144,10 @@ def dense_schedule(
     share = (sharing - len(dense) * DENSE_SHARE) / (sharing - len(dense))
     weights = sparse * share
     weights[list(dense)] = DENSE_SHARE
-    least = even_schedule("least", rule, len(sensitivity), page_size, context).least_pages + 1
-    pages = max(least, -(-context // page_size // DENSE_SHARE))
-    tokens = pages * page_size
-    return _weighted(_dense_name(dense), rule, weights.tolist(), page_size, tokens, partial)
+    least = BudgetSchedule.drafts(page_size).least_pages + 1
+    tokens = max(least, -(-context // page_size // DENSE_SHARE)) * page_size
+    name = f"dense-{'-'.join(map(str, dense)) or 'none'}"
+    return weighted_schedule(name, rule, weights.tolist(), page_size, tokens, partial)
 
 
 def choose_rule(
@@ -233,18 +227,15 @@ def _tail(tokens: Sequence[Tokens]) -> BinTail:
     return tail
 
 
-def _dense_name(dense: Sequence[int]) -> str:
-    return f"dense-{'-'.join(map(str, dense)) or 'none'}"
-
-
-def _weighted(
+def weighted_schedule(
     name: str,
     rule: SelectionRule,
     weights: Sequence[float],
     page_size: int,
     tokens: int,
-    partial: Sequence[int],
+    partial: Sequence[int] = (),
 ) -> BudgetSchedule:
+    """One budget of `tokens`, divided among layers by `weights`; `partial` ones are dense."""
     return BudgetSchedule(
         name=name,
         page_size=page_size,

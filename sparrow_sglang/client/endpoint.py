@@ -84,8 +84,14 @@ class EngineEndpoint:
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
         """One of this package's own calls; over HTTP, the route /sparrow/`method`."""
+        # The server's route of that name makes the same call, see `plugin.state.ServerState`.
+        state = getattr(self._engine.tokenizer_manager, "sparrow", None)
+        if state is None or method not in state.calls:
+            raise EndpointError(
+                f"the engine has no call {method!r}: it serves without --attention-backend sparrow"
+            )
         try:
-            return self._run(sparrow_call(self._engine, method)(**fields))
+            return self._run(state.calls[method](**fields))
         except InputError as error:
             raise EndpointError(f"the engine refused a call: {error}") from error
 
@@ -114,8 +120,7 @@ class EngineEndpoint:
         try:
             if loop.is_running():
                 return asyncio.run_coroutine_threadsafe(work, loop).result()
-            result: _Result = loop.run_until_complete(work)
-            return result
+            return loop.run_until_complete(work)
         except SparrowError:
             raise
         except ValueError as error:
@@ -132,21 +137,6 @@ async def _all(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def sparrow_call(engine: Any, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """One of this package's own calls of an `sglang.Engine`, to be run in the engine's loop.
-
-    Raises `EndpointError` if the engine serves without the backend.
-    """
-    # The server's route of that name makes the same call, see `plugin.state.ServerState`.
-    state = getattr(engine.tokenizer_manager, "sparrow", None)
-    if state is None or method not in state.calls:
-        raise EndpointError(
-            f"the engine has no call {method!r}: it serves without --attention-backend sparrow"
-        )
-    call: Callable[..., Coroutine[Any, Any, Any]] = state.calls[method]
-    return call
 
 
 class HttpEndpoint:
@@ -194,8 +184,7 @@ class HttpEndpoint:
 
     def call_sparrow(self, method: str, **fields: Any) -> dict[str, Any]:
         verb, body = ("POST", fields) if fields or method != "schedule" else ("GET", None)
-        answer: dict[str, Any] = self._send(verb, f"/sparrow/{method}?full=true", body).json()
-        return answer
+        return self._send(verb, f"/sparrow/{method}?full=true", body).json()
 
     def _one(self, request: Request) -> Answer:
         answer: Answer = self._send("POST", "/generate", dict(request)).json()

@@ -9,10 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
-from sparrow_sglang.attention_backends.kernel_limits import (
-    kernel_problems,
-    rule_problems,
-)
+from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.commands.plan import NO_GAIN, Plan
 from sparrow_sglang.commands.serve import (
     check_flags,

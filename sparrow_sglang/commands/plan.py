@@ -13,13 +13,7 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.step_time import (
-    GPUS,
-    constants,
-    lossless_ms,
-    step_bytes,
-    step_time,
-)
+from sparrow_sglang.planning.step_time import GPUS, constants, lossless_ms, step_bytes, step_time
 from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import AUTO, load_schedule, read_schedule, schedule_for_model
@@ -59,7 +53,6 @@ class Plan:
     def lossless(
         self, cached: int, acceptance: float, most: int = DEFAULT_DRAFTS
     ) -> tuple[float, int]:
-        """See `lossless_ms`."""
         return lossless_ms(self.ms(cached), self.ms(cached, self.drafting), acceptance, most)
 
     def response_speedup(self, cached: int) -> float:
@@ -183,14 +176,11 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
     elif path.exists():
         name = path.resolve().parent.name
     else:
-        name, path = path.name, _shipped_config(path.name) or hub_config(model_path)
+        # The benchmarks ship the shapes of some models.
+        models, name = Path(str(files("sparrow_sglang.benchmarks"))) / "models", path.name
+        shipped = models / name.lower() / "config.json"
+        path = shipped if shipped.exists() else hub_config(model_path)
     return name, read_object(path, "a model's config.json for --model-path")
-
-
-def _shipped_config(name: str) -> Path | None:
-    """config.json of a model of that name, if its shape is shipped for the benchmarks."""
-    path = Path(str(files("sparrow_sglang.benchmarks"))) / "models" / name.lower() / "config.json"
-    return path if path.exists() else None
 
 
 def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:

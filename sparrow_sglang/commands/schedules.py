@@ -27,7 +27,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
     rows = [_HEADS, *(_row(shipped_schedule(name)) for name in known_schedules())]
     print(f"{table(rows)}\n\n{_EPILOG}", end="")
     return 0

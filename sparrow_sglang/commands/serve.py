@@ -30,13 +30,8 @@ from sparrow_sglang.models import (
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
-from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
-from sparrow_sglang.schedule_names import (
-    AUTO,
-    load_schedule,
-    named_schedule,
-    schedule_for_model,
-)
+from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedule_names import AUTO, load_schedule, named_schedule, schedule_for_model
 from sparrow_sglang.sglang_arguments import (
     config_file_merger,
     read_model_config,
@@ -242,9 +237,8 @@ def check_model(words: Sequence[str]) -> None:
     if config is not None and any(text_config(config).get(name) is None for name in _NEEDED):
         config = None
     page_size = int(_value(words, "--page-size") or PAGE_SIZE)
-    name = named_schedule(_value(words, "--sparrow-schedule"))
-    if name == AUTO and (_value(words, "--speculative-algorithm") or "").upper() == LOSSLESS:
-        name = DRAFTS
+    lossless = (_value(words, "--speculative-algorithm") or "").upper() == LOSSLESS
+    name = named_schedule(_value(words, "--sparrow-schedule"), lossless)
     schedule = load_schedule(name, page_size) if name != AUTO else None
     if config is not None:
         (schedule or schedule_for_model(config, page_size)).for_model(config)

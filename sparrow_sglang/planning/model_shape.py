@@ -186,7 +186,8 @@ class ModelShape:
         `math.inf` all but the input embedding, of which a step looks up single rows."""
         if self.experts is None:
             return self._shared
-        return self._shared + self.experts.layers * self.experts.expected(batch) * self._expert
+        chosen = self.experts.layers * self.experts.expected(batch)
+        return self._shared + chosen * 3 * self.hidden_size * self.experts.size
 
     @property
     def _shared(self) -> int:
@@ -205,10 +206,6 @@ class ModelShape:
             outputs += self.experts.layers * (self.experts.number + gated)
         outputs += 3 * self.intermediate_size * dense_layers
         return attention + self.hidden_size * outputs
-
-    @property
-    def _expert(self) -> int:
-        return 3 * self.hidden_size * self.experts.size if self.experts else 0
 
     @property
     def kv_layers(self) -> int:

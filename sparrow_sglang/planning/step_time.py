@@ -114,8 +114,7 @@ def step_terms(
 @cache
 def constants() -> Mapping[str, Any]:
     """`fitted_to`, the result files, and `ms`, a factor for each of `step_terms`."""
-    content: Mapping[str, Any] = json.loads(CONSTANTS.read_text("utf-8"))
-    return content
+    return json.loads(CONSTANTS.read_text("utf-8"))
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,7 @@ def check_factors(
 
 
 def _require_both(factors: Collection[tuple[str, str]]) -> None:
-    """Raise `ControlError` unless each module has A and B.
-
-    With one of them, the first request would end the scheduler.
-    """
+    """Raise `ControlError` on modules with A or B alone, whose requests would end the scheduler."""
     sides = Counter(module for module, _ in factors)
     halves = [module for module, count in sides.items() if count == 1]
     if halves or not factors:

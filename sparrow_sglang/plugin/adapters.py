@@ -69,6 +69,8 @@ async def load_adapter(
         ControlError: LoRA is off, an argument does not fit this server, or requests are paused; the
             adapter of that name is unchanged. Or SGLang refused.
     """
+    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
     if require_server_state(manager).lossless:
         raise ControlError("lossless decoding applies no adapter: merge it into the weights")
     if not resolved(manager.server_args).enable_lora:
@@ -94,32 +96,26 @@ async def load_adapter(
     async with idle(manager, f"loading adapter {name!r}"):
         await flush(manager)
         state.has_prefixes = state.has_old_prefixes = False
+        former = name in manager.lora_registry.get_all_adapters()
+        if former:
+            # SGLang refuses to load an adapter under a name that is in use.
+            gone = await manager.unload_lora_adapter(
+                UnloadLoRAAdapterReqInput(lora_name=name), None
+            )
+            if not gone.success:
+                raise ControlError(f"adapter {name!r} was not replaced: {gone.error_message}")
+        # SGLang keeps the tensors, and the next optimizer step would change them in place.
+        whole = _completed(tensors, shapes)
+        payload = {key: tensor.detach().clone() for key, tensor in whole.items()}
         # SGLang fails without the type, which PEFT always writes.
         fields = {"peft_type": "LORA", **config}
-        await _replace(manager, name, fields, _completed(tensors, shapes))
-
-
-async def _replace(
-    manager: "TokenizerManager",
-    name: str,
-    config: dict[str, Any],
-    tensors: "Mapping[str, torch.Tensor]",
-) -> None:
-    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
-
-    former = name in manager.lora_registry.get_all_adapters()
-    if former:
-        # SGLang refuses to load an adapter under a name that is in use.
-        gone = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)
-        if not gone.success:
-            raise ControlError(f"adapter {name!r} was not replaced: {gone.error_message}")
-    # SGLang keeps the tensors, and the next optimizer step would change them in place.
-    payload = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    request = adapter_request(name, config, payload, manager.server_args.tp_size)
-    loaded = await manager.load_lora_adapter_from_tensors(request, None)
-    if not loaded.success:
-        state = "; the former one is unloaded" if former else ""
-        raise ControlError(f"SGLang did not take adapter {name!r}{state}: {loaded.error_message}")
+        request = adapter_request(name, fields, payload, manager.server_args.tp_size)
+        loaded = await manager.load_lora_adapter_from_tensors(request, None)
+        if not loaded.success:
+            kept = "; the former one is unloaded" if former else ""
+            raise ControlError(
+                f"SGLang did not take adapter {name!r}{kept}: {loaded.error_message}"
+            )
 
 
 @scheduler_rpc(_ROOM)

@@ -9,9 +9,7 @@ request, are applied in schedulers of lossless decoding only. `plugin.server_arg
 
 import inspect
 import operator
-import pkgutil
 from collections.abc import Iterable
-from typing import Any
 
 from sparrow_sglang.plugin import (
     adapter_checks,
@@ -24,7 +22,7 @@ from sparrow_sglang.plugin import (
 )
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.state import Hook
-from sparrow_sglang.sglang_versions import located
+from sparrow_sglang.sglang_versions import located, named
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -130,14 +128,15 @@ def failing_probes(hooks: Iterable[Hook]) -> list[str]:
 def _probe(hook: Hook) -> str | None:
     if (target := located(hook.target)) is None:
         return None
-    try:
-        function = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError):
+    if (function := named(target)) is None:
         return f"{target} is not there"
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     expected = [name.split("|") for name in hook.parameters.split()]
-    if problem := _kind_problem(hook, function):
-        return f"{target} {problem}"
+    plain = inspect.unwrap(function)
+    if inspect.iscoroutinefunction(hook.function) and not inspect.iscoroutinefunction(plain):
+        return f"{target} is no coroutine function"
+    if hook.function in _OF_STREAMS and not inspect.isasyncgenfunction(plain):
+        return f"{target} is no asynchronous generator"
     anywhere = [names[0][1:] for names in expected if names[0].startswith("*")]
     first = expected[: len(expected) - len(anywhere)]
     fits = len(names) >= len(first) and all(map(operator.contains, first, names))
@@ -145,16 +144,6 @@ def _probe(hook: Hook) -> str | None:
         return None
     listed = ", ".join(" or ".join(alternatives) for alternatives in expected)
     return f"{target} takes ({', '.join(names)}), expected ({listed})"
-
-
-def _kind_problem(hook: Hook, function: Any) -> str | None:
-    """A problem if the target is not of the kind that `hook.function` awaits or iterates over."""
-    target = inspect.unwrap(function)
-    if inspect.iscoroutinefunction(hook.function) and not inspect.iscoroutinefunction(target):
-        return "is no coroutine function"
-    if hook.function in _OF_STREAMS and not inspect.isasyncgenfunction(target):
-        return "is no asynchronous generator"
-    return None
 
 
 def register_hooks(hooks: Iterable[Hook]) -> None:
@@ -171,10 +160,7 @@ def is_applied(hook: Hook) -> bool:
     target = located(hook.target)
     if target is None:
         return True
-    try:
-        wrapper: Any = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError):
-        return False
+    wrapper = named(target)
     while wrapper is not None:
         cells = getattr(wrapper, "__closure__", None) or ()
         if any(cell.cell_contents is hook.function for cell in cells):

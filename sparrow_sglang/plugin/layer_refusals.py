@@ -13,19 +13,12 @@ if TYPE_CHECKING:
 # Attributes of SGLang's RadixAttention that sparse decode takes into account, or that do
 # not affect the arithmetic: logit_capping_method says how a logit_cap is applied, which is refused;
 # quant_method creates the scales, which are checked below.
-LAYER_KNOWN = frozenset(
-    {
-        "tp_q_head_num",
-        "tp_k_head_num",
-        "head_dim",
-        "scaling",
-        "layer_id",
-        "logit_capping_method",
-        "quant_method",
-        # Concerns only CUDA graphs of a prefill (0.5.23).
-        "use_prefill_attention_wrapper",
-    }
-)
+LAYER_KNOWN = {
+    *("tp_q_head_num", "tp_k_head_num", "head_dim", "scaling", "layer_id"),
+    *("logit_capping_method", "quant_method"),
+    # Concerns only CUDA graphs of a prefill (0.5.23).
+    "use_prefill_attention_wrapper",
+}
 # Scales of an FP8 KV cache on a GPU: SGLang divides keys and values by the first when it writes
 # them, and multiplies them by the second when it reads. Elsewhere both must be absent or 1.
 LAYER_KV_SCALES = {"k_scale": "k_scale_float", "v_scale": "v_scale_float"}
@@ -59,28 +52,22 @@ def layer_problems(runner: "ModelRunner") -> list[str]:
     windows = window_layers(runner.model_config.hf_config)
     # Only in this case are keys and values multiplied by the layers' scales when they are read.
     scaled_kv = runner.kv_cache_dtype == torch.float8_e4m3fn and runner.device == "cuda"
-    problems = []
-    found = False
-    for parent in runner.model.modules():
-        for layer in parent.children():
-            if isinstance(layer, RadixAttention):
-                found = True
-                # SGLang's own backend plans for one window size, that of the model.
-                window = runner.sliding_window_size if layer.layer_id in windows else -1
-                problems += [
-                    f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
-                    for name, value in (
-                        *_odd_attributes(layer, window, scaled_kv),
-                        *_sinks(parent, layer),
-                    )
-                ]
-    if not found:
+    pairs = ((parent, child) for parent in runner.model.modules() for child in parent.children())
+    layers = [pair for pair in pairs if isinstance(pair[1], RadixAttention)]
+    if not layers:
         # SGLang's Transformers implementation keeps its layers outside the module tree; it drops
         # sinks, and windows in decode.
-        problems.append(
-            f"{type(runner.model).__name__}: its attention layers cannot be checked; pass"
-            " --model-impl sglang"
-        )
+        name = type(runner.model).__name__
+        return [f"{name}: its attention layers cannot be checked; pass --model-impl sglang"]
+    problems = []
+    for parent, layer in layers:
+        # SGLang's own backend plans for one window size, that of the model.
+        window = runner.sliding_window_size if layer.layer_id in windows else -1
+        wrong = (*_odd_attributes(layer, window, scaled_kv), *_sinks(parent, layer))
+        problems += [
+            f"attention layer {layer.layer_id}: {name}={value!r} is not supported"
+            for name, value in wrong
+        ]
     return problems
 
 

@@ -33,10 +33,7 @@ from sparrow_sglang.plugin.lossless.refusals import (
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_install import LOCKED, installed_version, version_problems
-from sparrow_sglang.sglang_versions import (
-    decode_may_become_prefill,
-    hybrid_config,
-)
+from sparrow_sglang.sglang_versions import decode_may_become_prefill, hybrid_config
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -58,7 +58,12 @@ def register() -> None:
             from sparrow_sglang.plugin.lossless import algorithm
 
             algorithm.register()
-        PROCESS.hooks = HOOKS + _platform_hooks()
+        from sglang.srt.platforms import current_platform
+
+        from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
+
+        on_cpu = isinstance(current_platform, SparrowCpuPlatform)
+        PROCESS.hooks = HOOKS + CPU_HOOKS if on_cpu else HOOKS
         refuse(probe_problems(PROCESS.hooks))
         register_hooks(PROCESS.hooks)
     except Exception as error:
@@ -130,11 +135,3 @@ def _hook_lossless() -> None:
     register_hooks(LOSSLESS_HOOKS)
     HookRegistry.apply_hooks()
     PROCESS.hooks += LOSSLESS_HOOKS
-
-
-def _platform_hooks() -> tuple[Hook, ...]:
-    from sglang.srt.platforms import current_platform
-
-    from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
-
-    return CPU_HOOKS if isinstance(current_platform, SparrowCpuPlatform) else ()

@@ -33,12 +33,8 @@ of each, in the process that serves everybody. `FREE_LOGPROBS` per position are 
 FREE_LOGPROBS = 20
 
 UNREADABLE = (
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    re.error,
-    msgspec.MsgspecError,
+    *(TypeError, AttributeError, LookupError, ArithmeticError),
+    *(re.error, msgspec.MsgspecError),
 )
 """Errors that SGLang raises, besides ValueError, on fields of a wrong type or form."""
 
@@ -122,7 +118,8 @@ def require_servable(
             if (limits := ranges.get(name, usual)) is not None:
                 _require_range(name, value, limits)
     _require_logprobs(request, len(prompt or ()), context_tokens)
-    for pattern in _listed(getattr(parameters, "stop_regex_strs", None)):
+    patterns = getattr(parameters, "stop_regex_strs", None) or []
+    for pattern in patterns if isinstance(patterns, list) else [patterns]:
         if problem := regex_problem(pattern):
             raise RequestError(f"stop_regex={quoted(pattern)}: {problem}")
     if error is not None:
@@ -142,10 +139,6 @@ def _require_logprobs(
             f"{listed} log-probs at {positions} positions: expected {MAX_LOGPROBS} at most, or"
             f" {FREE_LOGPROBS} at each position"
         )
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 _MANY = 8

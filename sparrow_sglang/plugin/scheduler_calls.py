@@ -193,8 +193,7 @@ def rank_name(scheduler: "Scheduler") -> str:
 
 def _replica(scheduler: "Scheduler") -> int | None:
     ps = ranks(scheduler)
-    rank: int | None = ps.attn_dp_rank if ps.attn_dp_size > 1 else ps.dp_rank
-    return rank
+    return ps.attn_dp_rank if ps.attn_dp_size > 1 else ps.dp_rank
 
 
 class _Outcome(NamedTuple):

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -33,13 +34,8 @@ from sparrow_sglang.plugin.refusals import (
     uses_sparrow,
 )
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import (
-    AUTO,
-    load_schedule,
-    named_schedule,
-    schedule_for_model,
-)
+from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedule_names import AUTO, load_schedule, named_schedule, schedule_for_model
 from sparrow_sglang.sglang_arguments import (
     ServerField,
     add_server_fields,
@@ -95,24 +91,18 @@ logger = logging.getLogger(__name__)
 
 def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> BudgetSchedule:
     """The schedule with which a server starts. Raises `ScheduleError`."""
-    name = named_schedule(getattr(server_args, FIELD))
-    page_size = resolved(server_args).page_size
-    if name == AUTO and is_lossless(resolved(server_args)):
-        # Drafts need no calibration, and the model's own schedule reads more than pays.
-        name = DRAFTS
+    view = resolved(server_args)
+    name = named_schedule(getattr(server_args, FIELD), is_lossless(view))
     if name == AUTO:
-        schedule = schedule_for_model(hf_config, page_size)
-    else:
-        schedule = load_schedule(name, page_size)
-    return schedule.for_model(hf_config)
+        return schedule_for_model(hf_config, view.page_size).for_model(hf_config)
+    return load_schedule(name, view.page_size).for_model(hf_config)
 
 
 def engine_arguments(text: str) -> dict[str, Any]:
     """The value of --engine-args. Raises `ValueError`."""
-    try:
+    arguments = None
+    with suppress(json.JSONDecodeError):
         arguments = json.loads(text)
-    except json.JSONDecodeError:
-        arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(
             f"--engine-args {text}: expected a JSON object, in quotes, e.g. '{{\"tp_size\": 2}}'"
@@ -224,7 +214,11 @@ def _check_around_resolution(cls: Any) -> None:
             return
         sparse = uses_sparrow(self)
         if sparse:
-            _require_plugin()
+            # A scheduler would not know the backend.
+            if PROCESS.error is not None:
+                raise not_registered(PROCESS.error) from PROCESS.error
+            if problem := plugins_problem():
+                raise RuntimeError(problem)
             refuse(server_problems(self))
             if self.page_size is None:
                 # SGLang's own default is 1; landmarks need pages.
@@ -316,14 +310,6 @@ def _check_resolved(server_args: "ServerArgs") -> None:
         refuse(rank_problems(view, model_config))
         schedule = resolve_schedule(server_args, model_config.hf_config)
         refuse(device_problems(view, model_config, schedule))
-
-
-def _require_plugin() -> None:
-    """Raise if the plugin failed or is not loaded; a scheduler would not know the backend."""
-    if PROCESS.error is not None:
-        raise not_registered(PROCESS.error) from PROCESS.error
-    if problem := plugins_problem():
-        raise RuntimeError(problem)
 
 
 def plugins_problem() -> str | None:

@@ -117,13 +117,11 @@ PROCESS = ProcessState()
 
 def server_state(manager: Any) -> ServerState | None:
     """The state of a TokenizerManager's server, None if the server uses another backend."""
-    state: ServerState | None = getattr(manager, ATTRIBUTE, None)
-    return state
+    return getattr(manager, ATTRIBUTE, None)
 
 
 def require_server_state(manager: Any) -> ServerState:
-    state: ServerState = getattr(manager, ATTRIBUTE)
-    return state
+    return getattr(manager, ATTRIBUTE)
 
 
 def require_scheduler_state() -> SchedulerState:

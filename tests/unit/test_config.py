@@ -9,9 +9,9 @@ def test_the_flag_comes_before_the_variable_and_this_before_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARROW_SCHEDULE", "from-variable")
-    assert named_schedule("from-flag") == "from-flag"
-    assert named_schedule(None) == "from-variable"
+    assert named_schedule("from-flag", False) == "from-flag"
+    assert named_schedule(None, False) == "from-variable"
     monkeypatch.setenv("SPARROW_SCHEDULE", "")
-    assert named_schedule(None) == "auto"
+    assert named_schedule(None, False) == "auto"
     monkeypatch.delenv("SPARROW_SCHEDULE")
-    assert named_schedule(None) == "auto"
+    assert named_schedule(None, False) == "auto"

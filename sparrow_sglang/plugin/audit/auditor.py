@@ -8,13 +8,12 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.exact_rates import (
     AUDIT_STEPS,
@@ -266,13 +265,17 @@ class Auditor:
         schedule = self.report.schedule
         if not response:
             return "dropped"
+        priority = None
+        if self._manager.enable_priority_scheduling:
+            low_first = self._manager.server_args.schedule_low_priority_values_first
+            priority = 2**31 - 1 if low_first else -(2**31)
         request = request_of(
             comparing_request(recorded.slot, recorded.prompt, response)
             | {
                 "extra_key": self._namespace,
                 "lora_path": recorded.lora_path,
                 "routed_dp_rank": recorded.dp_rank,
-                "priority": self._lowest_priority(),
+                "priority": priority,
                 "no_logs": True,
             }
         )
@@ -281,7 +284,13 @@ class Auditor:
         aborted = answers[-1]["meta_info"]["finish_reason"]["type"] == "abort"
         if aborted or request.lora_id != recorded.lora_id:
             return "dropped"
-        rows = _measured(recorded, response, schedule, answers[-1])
+        rows = np.empty(len(response), TOKEN_ROW)
+        rows["request_id"] = recorded.request_id
+        rows["position"] = len(recorded.prompt) + np.arange(len(response))
+        rows["token_id"] = response
+        rows["kv_budget_tokens"] = list(map(schedule.kv_budget_tokens, rows["position"].tolist()))
+        rows["dense_logprob"] = response_logprobs(answers[-1], response)
+        rows["acceptance_rate"] = [np.nan, *exact_rates(answers[-1])]
         if schedule != self.report.schedule:
             return "dropped"
         # Samples of one prompt are alike.
@@ -306,26 +315,3 @@ class Auditor:
             problem if isinstance(problem, str) else repr(problem),
             exc_info=problem if isinstance(problem, Exception) else None,
         )
-
-    def _lowest_priority(self) -> int | None:
-        if not self._manager.enable_priority_scheduling:
-            return None
-        low_first = self._manager.server_args.schedule_low_priority_values_first
-        return 2**31 - 1 if low_first else -(2**31)
-
-
-def _measured(
-    recorded: RecordedRequest,
-    response: Sequence[int],
-    schedule: BudgetSchedule,
-    answer: Mapping[str, Any],
-) -> NDArray[Any]:
-    """Rows [T] of TOKEN_ROW for T response tokens; the first comes from prefill."""
-    rows = np.empty(len(response), TOKEN_ROW)
-    rows["request_id"] = recorded.request_id
-    rows["position"] = len(recorded.prompt) + np.arange(len(response))
-    rows["token_id"] = response
-    rows["kv_budget_tokens"] = list(map(schedule.kv_budget_tokens, rows["position"].tolist()))
-    rows["dense_logprob"] = response_logprobs(answer, response)
-    rows["acceptance_rate"] = [np.nan, *exact_rates(answer)]
-    return rows
