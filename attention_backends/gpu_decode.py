@@ -26,36 +26,20 @@ class DecodeShape:
     `max_pages`; rows that keep more make their programs loop longer. `kv_itemsize` is the bytes of
     a number in the KV pool, 2 or 1."""
 
+    schedule: BudgetSchedule
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    max_pages: int
-    usual_pages: int
-    page_size: int
+    max_context: int
     kv_itemsize: int = 2
-    int4: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        schedule: BudgetSchedule,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_context: int,
-        kv_itemsize: int = 2,
-    ) -> "DecodeShape":
-        max_pages = -(-max_context // schedule.page_size)
-        return cls(
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            max_pages,
-            usual_pages=min(max_pages, max(schedule.budget_pages)),
-            page_size=schedule.page_size,
-            kv_itemsize=kv_itemsize,
-            int4=schedule.selection.int4,
-        )
+    @property
+    def max_pages(self) -> int:
+        return self.schedule.num_pages(self.max_context)
+
+    @property
+    def usual_pages(self) -> int:
+        return min(self.max_pages, max(self.schedule.budget_pages))
 
     @classmethod
     def of_model(
@@ -68,7 +52,7 @@ class DecodeShape:
     ) -> "DecodeShape":
         """The shape for a model whose heads are split over `attn_tp_size` ranks. A round of
         lossless decoding goes `draft_tokens` past the end of the context."""
-        return cls.of(
+        return cls(
             schedule,
             model_config.num_attention_heads // attn_tp_size,
             model_config.get_num_kv_heads(attn_tp_size),
@@ -79,15 +63,10 @@ class DecodeShape:
 
 
 class DecodeBuffers:
-    """Buffers for batches of up to `rows` requests, and the launches that fill them.
-
-    Launches are tuned for `launch_device`, if it is not `device`.
-
-    Attributes:
-        page_table: [rows, max_pages] int32; num_selected: [layers, rows] int32; page_ids: [rows,
-            Hkv, max_pages] int32; scratch of both kernels; launches of both, and of attention in
-            dense layers, by batch size.
-    """
+    """Buffers for batches of up to `rows` requests, and the launches that fill them, which are
+    tuned for `launch_device` if it is not `device`. `page_table` is [rows, max_pages] int32,
+    `num_selected` [layers, rows] int32, `page_ids` [rows, Hkv, max_pages] int32; besides scratch of
+    both kernels, and launches of both and of attention in dense layers, by batch size."""
 
     def __init__(
         self,
@@ -97,12 +76,12 @@ class DecodeBuffers:
         device: torch.device,
         launch_device: torch.device | None = None,
     ) -> None:
-        tuned_for = launch_device or device
+        tuned_for, int4 = launch_device or device, shape.schedule.selection.int4
         heads, head_dim, max_pages = shape.num_kv_heads, shape.head_dim, shape.max_pages
         batches = range(1, rows + 1)
 
         def decode_launches(pages: int) -> dict[int, decode.DecodeLaunch]:
-            tokens, itemsize = pages * shape.page_size, shape.kv_itemsize
+            tokens, itemsize = pages * shape.schedule.page_size, shape.kv_itemsize
             return {
                 batch: decode.decode_launch(batch, heads, head_dim, tokens, tuned_for, itemsize)
                 for batch in batches
@@ -110,7 +89,7 @@ class DecodeBuffers:
 
         self.rows = rows
         self.select_launch = {
-            batch: select.select_launch(batch, heads, head_dim, max_pages, tuned_for, shape.int4)
+            batch: select.select_launch(batch, heads, head_dim, max_pages, tuned_for, int4)
             for batch in batches
         }
         self.decode_launch = decode_launches(shape.usual_pages)

@@ -24,69 +24,38 @@ class TorchDenseBackend(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        new_tokens, lengths = forward_batch.extend_seq_lens, forward_batch.seq_lens
-        if forward_batch.forward_mode.is_target_verify():
+        mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
+        window = layer.sliding_window_size
+        translates = self.use_sliding_window_kv_pool and window > -1
+        if mode.is_target_verify():
             width = forward_batch.spec_info.draft_token_num
             new_tokens, lengths = torch.full_like(lengths, width), lengths + width
-        elif sinks is None and not self._translates(layer):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(
-            q, k, v, layer, forward_batch, save_kv_cache, sinks, new_tokens, lengths
-        )
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if sinks is None and not self._translates(layer):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        lengths = forward_batch.seq_lens
-        return self._attend(
-            q, k, v, layer, forward_batch, save_kv_cache, sinks, torch.ones_like(lengths), lengths
-        )
-
-    def _translates(self, layer: "RadixAttention") -> bool:
-        """Whether the layer's KV lies in the pool for windows."""
-        return self.use_sliding_window_kv_pool and layer.sliding_window_size > -1
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
-        save_kv_cache: bool,
-        sinks: torch.Tensor | None,
-        new_tokens: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> torch.Tensor:
-        """Outputs [T, Hq · D] of the last `new_tokens` [B] of each request's `lengths` [B]."""
+        elif sinks is None and not translates:
+            stock = super().forward_decode if mode.is_decode() else super().forward_extend
+            return stock(q, k, v, layer, forward_batch, save_kv_cache)
+        else:
+            decodes = mode.is_decode()
+            new_tokens = torch.ones_like(lengths) if decodes else forward_batch.extend_seq_lens
         pool: Any = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             locations = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
             pool.set_kv_buffer(layer, locations, k, v)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        window = layer.sliding_window_size
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim).split(new_tokens.tolist())
         outputs = []
         for rows, request, length in zip(
             queries, forward_batch.req_pool_indices, lengths.tolist(), strict=True
         ):
             slots = self.req_to_token_pool.req_to_token[request, :length].long()
-            if self._translates(layer):
+            if translates:
                 # Tokens that no window reaches any more translate to slot 0, and are masked.
                 slots = pool.translate_loc_from_full_to_swa(slots)
             outputs.append(
                 causal_attention(rows, keys[slots], values[slots], sinks, layer.scaling, window)
             )
         return torch.cat(outputs).flatten(1)
+
+    forward_decode = forward_extend
 
 
 def causal_attention(

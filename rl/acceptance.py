@@ -43,9 +43,6 @@ class Acceptance:
         """Which tokens [N] were decoded sparsely."""
         return self.bins != NOT_COUNTED
 
-    def metrics(self) -> dict[str, float]:
-        return acceptance_metrics(self.rates, self.bins)
-
     def tails(self) -> dict[tuple[str, int], float]:
         """Tail percentile of each response with sparse tokens, by prompt id and sample."""
         return {

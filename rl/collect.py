@@ -123,11 +123,6 @@ def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -
     return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
 
 
-def groups_under_way(prompts_per_step: int, oversubscribe: float) -> int:
-    """`oversubscribe` as a decimal number: as floats, 50 times 1.1 is above 55."""
-    return ceil(prompts_per_step * Decimal(repr(oversubscribe)))
-
-
 @lru_cache(maxsize=4)
 def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(size))
@@ -216,7 +211,8 @@ def collect_partial(run: Run, first: int, step: int, clock: Clock) -> Collected:
 
 def _carried_and_new(run: Run, first: int) -> list[Group]:
     settings, carried = run.config.rollout, run.state.carried
-    most = groups_under_way(settings.prompts_per_step, settings.oversubscribe)
+    # Decimal, as 50 times 1.1 is above 55 in floats.
+    most = ceil(settings.prompts_per_step * Decimal(repr(settings.oversubscribe)))
     new = begin(run, first + len(carried), most - len(carried))
     # A resumed run may have a lower `max_new_tokens` than when these were sampled.
     return [*(group.cut(settings.max_new_tokens) for group in carried), *new]

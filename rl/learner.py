@@ -1,7 +1,7 @@
 """Everything of a run that holds trained weights: policy, reference policy and adapter."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,18 +35,13 @@ class ReferencePolicy:
         result = torch.zeros(len(batch.advantages))
         sequences, tokens = batch.part(batch.in_loss)
         if sequences:
-            with self._in_place():
+            trained = _copied(self._policy)
+            try:
+                _put(self._policy, self._weights)
                 result[tokens] = torch.cat(self._policy.score(sequences, temperature)[0])
+            finally:
+                _put(self._policy, trained)
         return result
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        trained = _copied(self._policy)
-        try:
-            _put(self._policy, self._weights)
-            yield
-        finally:
-            _put(self._policy, trained)
 
 
 def _copied(policy: DensePolicy) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
 from sparrow_sglang.rl.collect import Collected, collect, collect_partial
@@ -95,12 +96,9 @@ def roll_out(run: Run, step: int, clock: Clock) -> Collected:
             _evaluate(run)
     with clock("sync"):
         run.load_actor()
-    settings = run.config.rollout
-    # How many prompts the steps before this one have used.
-    first = step * settings.prompts_per_step + run.state.replaced
-    if settings.oversubscribe > 1:
-        return collect_partial(run, first, step, clock)
-    return collect(run, first, clock)
+    if run.config.rollout.oversubscribe > 1:
+        return collect_partial(run, run.prompts_used, step, clock)
+    return collect(run, run.prompts_used, clock)
 
 
 def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
@@ -130,10 +128,13 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
         rollout_metrics(collected.groups, collected.rewards)
         | part_metrics(collected.parts)
         | collected.metrics
-        | _progress_metrics(run)
+        | {
+            "sparrow/response_tokens_seen": float(run.state.tokens),
+            "sparrow/epochs": run.prompts_used / len(run.setup.train),
+        }
         | advantages.metrics()
         | correction.metrics
-        | (acceptance.metrics() if acceptance else {})
+        | (acceptance_metrics(acceptance.rates, acceptance.bins) if acceptance else {})
         | kv_metrics(batch.rollouts, schedule)
         | prefill_metrics(batch.rollouts)
         | round_metrics(batch.rollouts)
@@ -175,14 +176,6 @@ def _keep_responses(
         tails,
     )
     run.log.keep(RESPONSES_FILE, step, rows)
-
-
-def _progress_metrics(run: Run) -> dict[str, float]:
-    used = run.state.step * run.config.rollout.prompts_per_step + run.state.replaced
-    return {
-        "sparrow/response_tokens_seen": float(run.state.tokens),
-        "sparrow/epochs": used / len(run.setup.train),
-    }
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -46,11 +46,8 @@ def take_signals_back(loop: AbstractEventLoop, on_sigterm: Any) -> None:
         for number in (signal.SIGTERM, signal.SIGQUIT):
             loop.remove_signal_handler(number)
         signal.signal(signal.SIGTERM, on_sigterm)
-        signal.signal(signal.SIGQUIT, _ignore)
-
-
-def _ignore(signum: int, frame: Any) -> None:
-    """A failing engine process sends it to its parent; `require_alive` will find it dead."""
+        # A failing engine process sends it to its parent; `require_alive` will find it dead.
+        signal.signal(signal.SIGQUIT, lambda *_: None)
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
@@ -77,12 +77,6 @@ def assign_to_ranks(
             packs.append([])
     packs.sort(key=lambda pack: -max((lengths[i] for i in pack), default=0))
     return [packs[rank::ranks] for rank in range(ranks)]
-
-
-def idle(device: torch.device) -> Packed:
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    tokens = build_micro_batch([((0,), (0,))], np.arange(1), device)
-    return replace(tokens, predictors=none, targets=none, where=none)
 
 
 def build_micro_batch(
@@ -393,11 +387,10 @@ class DensePolicy:
         starts = np.cumsum([0, *(len(response) for _, response in sequences)])
         packs = pack(lengths, self._micro_batch_tokens)
         for members in assign_to_ranks(packs, lengths, self.ranks.world)[self.ranks.rank]:
-            if not members:
-                yield idle(self.device)
-                continue
-            chosen = [sequences[i] for i in members]
-            where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            # An idle rank computes one prompt token, as the ranks gather each layer together.
+            chosen = [sequences[i] for i in members] or [((0,), ())]
+            parts = [np.arange(starts[i], starts[i + 1]) for i in members]
+            where = np.concatenate([np.arange(0), *parts])
             yield build_micro_batch(chosen, where, self.device)
 
 

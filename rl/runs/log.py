@@ -5,23 +5,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.acceptance import MIN_PROMPTS
-from sparrow_sglang.rl.config import DENSE, LoggingConfig, TrainConfig
+from sparrow_sglang.rl.config import DENSE, TrainConfig
 from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.rl.types import Group, Rewards
-from sparrow_sglang.run_folder import (
-    EVALUATIONS_FILE,
-    METRICS_FILE,
-    RESPONSES_FILE,
-)
+from sparrow_sglang.run_folder import EVALUATIONS_FILE, METRICS_FILE, RESPONSES_FILE
 
 # Rows of metrics.jsonl and of evaluations.jsonl that belong to an evaluation have one of these.
 _EVALUATED = {"eval/pass_rate", "set"}
@@ -67,7 +61,12 @@ class RunLog:
         _drop_rows(self._path.with_name(RESPONSES_FILE), first, first)
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), first, evaluations)
         self._path.touch()
-        self._tensorboard = _tensorboard(config, first) if config.logging.tensorboard else None
+        self._tensorboard: Any = None
+        if config.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = config.run_dir / "tensorboard"
+            self._tensorboard = SummaryWriter(folder, purge_step=first)
         self.progress = Progress(config.steps, "step", first, quiet=True)
 
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
@@ -194,13 +193,6 @@ def response_rows(
     ]
 
 
-def check_logging(logging: LoggingConfig) -> None:
-    if logging.tensorboard and find_spec("tensorboard") is None:
-        raise InputError(
-            "logging.tensorboard=true: tensorboard is not installed; install sparrow-sglang[rl]"
-        )
-
-
 def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -215,9 +207,3 @@ def _drop_rows(path: Path, first: int, evaluations: int) -> list[Mapping[str, fl
     kept = [r for r in rows if r["step"] < (evaluations if r.keys() & _EVALUATED else first)]
     write_text(path, _json_lines(kept))
     return kept
-
-
-def _tensorboard(config: TrainConfig, first: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(config.run_dir / "tensorboard", purge_step=first)

@@ -104,6 +104,11 @@ class Run:
     _adapter: str | None = None
     _updating: bool = False
 
+    @property
+    def prompts_used(self) -> int:
+        """By all steps so far."""
+        return self.state.step * self.config.rollout.prompts_per_step + self.state.replaced
+
     def load_actor(self) -> None:
         self._adapter = self.learner.deliver(self.engine, str(self.state.step), adapted=True)
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from sparrow_sglang.models import (
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
 from sparrow_sglang.plugin.server_args import argument_problem
 from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
-from sparrow_sglang.rl.runs.log import check_logging
 from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
 from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
@@ -66,7 +66,10 @@ def check(config: TrainConfig) -> None:
 
 
 def _check_settings(config: TrainConfig) -> None:
-    check_logging(config.logging)
+    if config.logging.tensorboard and find_spec("tensorboard") is None:
+        raise InputError(
+            "logging.tensorboard=true: tensorboard is not installed; install sparrow-sglang[rl]"
+        )
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
     if problem := argument_problem(config.engine.server_args):

@@ -120,7 +120,8 @@ def run_tests(payload: Mapping[str, Any], program: str) -> list[Outcome]:
     while len(outcomes) < len(tests) and (left := deadline - time.monotonic()) > 0:
         batch = tests[len(outcomes) : len(outcomes) + size]
         results = run_inputs(source, [test["input"] for test in batch], limits, sandbox, left)
-        if not name and any(map(_lacks_import, results)) and IMPORTS not in source:
+        unnamed = any(one.returncode and _MISSING_NAME.search(one.stderr) for one in results)
+        if unnamed and not name and IMPORTS not in source:
             # Graders of the field import the usual modules first; most programs do not need it.
             source = stdin_program(f"{IMPORTS}\n{program}")
             continue
@@ -131,10 +132,6 @@ def run_tests(payload: Mapping[str, Any], program: str) -> list[Outcome]:
         # Wrong programs fail early.
         size = min(2 * size, _LARGEST_BATCH)
     return outcomes + ["skipped"] * (len(tests) - len(outcomes))
-
-
-def _lacks_import(result: SandboxResult) -> bool:
-    return bool(result.returncode and _MISSING_NAME.search(result.stderr))
 
 
 def _outcome(

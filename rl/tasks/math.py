@@ -62,13 +62,8 @@ def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
 
 def _other_answers(rest: str) -> list[str]:
     """Formulas or numbers that the text after a box names as the answer."""
-    stated = [found for text in _STATED.findall(rest) if (found := _expression(text))]
-    return stated + _CORRECTED.findall(rest)
-
-
-def _expression(text: str) -> str | None:
-    found = _FORMULA.search(text) or _NUMBER.search(text)
-    return found.group() if found else None
+    stated = [_FORMULA.search(text) or _NUMBER.search(text) for text in _STATED.findall(rest)]
+    return [match.group() for match in stated if match] + _CORRECTED.findall(rest)
 
 
 def _without_box(text: str) -> str:

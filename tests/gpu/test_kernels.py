@@ -55,9 +55,7 @@ def test_a_step_equals_the_contract(device: str, seed: int) -> None:
     """In one slice or in several, as the buffers have fewer rows than the batch."""
     case = StepCase.draw(seed, list(HEAD_DIMS), DTYPES).on(device).poison()
     longest = int(case.pool.lengths.max()) + 64
-    shape = DecodeShape.of(
-        case.schedule, *case.heads, case.head_dim, longest, case.kv_dtype.itemsize
-    )
+    shape = DecodeShape(case.schedule, *case.heads, case.head_dim, longest, case.kv_dtype.itemsize)
     step = TritonPagedDecode(case.budgets, case.pool.req_to_token, shape)
     step.reserve(1 + seed % 4)
     for layer, out in enumerate(case.run(step)):

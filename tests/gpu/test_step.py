@@ -36,7 +36,7 @@ class DevicePool:
 
     def step(self, max_batch: int = 16) -> TritonPagedDecode:
         budgets = BudgetTable(SCHEDULE, 2, len(self.req_to_token), "cuda")
-        shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, 8192)
+        shape = DecodeShape(SCHEDULE, *HEADS, DIM, 8192)
         step = TritonPagedDecode(budgets, self.req_to_token, shape)
         step.reserve(max_batch)
         return step
@@ -77,7 +77,7 @@ def test_a_graph_replay_equals_the_eager_step(seed: int) -> None:
     """A captured step follows lengths that change between replays."""
     case = StepCase.draw(seed, [64, 80, 128, 256], [(BF16, BF16), (BF16, FP8)]).on("cuda")
     pool, schedule = case.pool, case.schedule
-    shape = DecodeShape.of(schedule, *case.heads, case.head_dim, 4096, case.kv_dtype.itemsize)
+    shape = DecodeShape(schedule, *case.heads, case.head_dim, 4096, case.kv_dtype.itemsize)
     step = TritonPagedDecode(case.budgets, pool.req_to_token, shape)
     step.reserve(len(case.options))
     lengths, whole = pool.lengths.clone(), pool.lengths

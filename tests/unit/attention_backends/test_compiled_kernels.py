@@ -68,7 +68,7 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
     pairs = kept_pairs(rule, 0, range(kv_heads), DIM)
     landmarks = allocate_landmarks(4, 16, kv_heads, DIM, pairs, pool.dtype, "cpu")
     budgets = BudgetTable(schedule, 2, len(table), "cpu")
-    shape = DecodeShape.of(schedule, 2 * kv_heads, kv_heads, DIM, 16 * PAGES)
+    shape = DecodeShape(schedule, 2 * kv_heads, kv_heads, DIM, 16 * PAGES)
     step = TritonPagedDecode(budgets, table, shape)
 
     def decode(batch: int) -> None:

@@ -56,7 +56,7 @@ def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def step() -> TritonPagedDecode:
     pool = Pool([50] * ADMITTED, HEADS, DIM, 16, seed=0)
     budgets = BudgetTable(SCHEDULE, 2, len(pool.req_to_token), "cpu")
-    shape = DecodeShape.of(SCHEDULE, *HEADS, DIM, CONTEXT)
+    shape = DecodeShape(SCHEDULE, *HEADS, DIM, CONTEXT)
     return TritonPagedDecode(budgets, pool.req_to_token, shape)
 
 
@@ -179,7 +179,7 @@ class TestMemory:
         from sparrow_sglang.schedule_names import load_schedule
 
         schedule = load_schedule("fixed-512", 16)
-        shape = DecodeShape.of(schedule, 32, 8, 128, 262_144, kv_dtype.itemsize)
+        shape = DecodeShape(schedule, 32, 8, 128, 262_144, kv_dtype.itemsize)
         held = DecodeBuffers(shape, 20, 64, torch.device("cpu")).num_bytes
         assert 10**10 - left(10**10, kv_dtype=kv_dtype, max_running_requests=17) == held
 

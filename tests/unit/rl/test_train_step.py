@@ -88,6 +88,7 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
         learner=Learner(config, policy),
         setup=SimpleNamespace(schedule=None, train=[0] * 8, tokenizer=SimpleNamespace(decode=str)),
         state=State(),
+        prompts_used=4,
         updating=nullcontext,
         log=SimpleNamespace(write=lambda *_: None, keep=lambda *_: None),
     )
