@@ -225,21 +225,19 @@ class BudgetSchedule(BaseModel):
             raise ScheduleError(f"{given}: no layer of the model would be sparse{beside}")
         if set(partial) <= set(self.dense_layers):
             return self
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
         try:
-            return BudgetSchedule(**fields | {"dense_layers": dense_layers})
+            return BudgetSchedule(**self.model_dump() | {"dense_layers": dense_layers})
         except ScheduleError as error:
             raise ScheduleError(
                 f"schedule {self.name}: layers with {kind} count as dense: {error}"
             ) from None
 
     def require_switch_from(self, first: "BudgetSchedule") -> None:
-        """Raise `ScheduleError` unless a server that was started with `first` can be switched to
-        this schedule.
+        """Raise `ScheduleError` unless a server that was started with `first` can be switched here.
 
-        Page size and selection rule decide which landmarks exist, and sinks and recent pages are
-        captured in graphs. Budgets and layer weights may differ, and further layers may be dense:
-        they keep their landmarks, but read all pages.
+        Page size and selection rule decide which landmarks exist; sinks and recent pages are in
+        graphs. Budgets and layer weights may differ, and further layers be dense: they keep their
+        landmarks, but read all pages.
         """
         if not set(self.dense_layers) >= set(first.dense_layers):
             raise ScheduleError(
@@ -261,16 +259,9 @@ class BudgetSchedule(BaseModel):
     def as_dense(self) -> "BudgetSchedule":
         """The schedule `DENSE`, to which a server that was started with this one can be switched:
         its budget is larger than any sequence."""
-        return BudgetSchedule(
-            name=DENSE,
-            page_size=self.page_size,
-            bin_tokens=self.page_size,
-            budget_tokens=(MAX_TOKENS,),
-            sink_pages=self.sink_pages,
-            recent_pages=self.recent_pages,
-            dense_layers=self.dense_layers,
-            selection=self.selection.model_copy(update={"layer_weights": None}),
-        )
+        selection = self.selection.model_copy(update={"layer_weights": None})
+        fields = self.as_fixed(MAX_TOKENS).model_dump()
+        return BudgetSchedule(**fields | {"name": DENSE, "selection": selection})
 
     def as_fixed(self, tokens: int) -> "BudgetSchedule":
         """fixed-<tokens> by this schedule's selection rule and dense layers, to which a server that

@@ -41,7 +41,7 @@ These take minutes on a GPU and hours on a CPU. A first try on two cores, some t
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "calibrate",
         description="Generate responses under several fixed KV budgets, score them densely, and"
@@ -52,11 +52,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add, default = parser.add_argument, CalibrationOptions()
     shown_default = "(default %(default)s)"
-    add(
-        "--model-path",
-        default=default.model_path,
-        help=f"folder or name on the hub {shown_default}",
-    )
+    model = f"folder or name on the hub {shown_default}"
+    add("--model-path", default=default.model_path, help=model)
     prompts = "JSONL file of prompts, each with prompt, messages or input_ids; default: built in"
     add("--prompts", type=Path, help=prompts)
     targets = f"tail percentiles to reach, one schedule each (default {DEFAULT_TARGET})"
@@ -69,13 +66,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--work", type=Path, help=work)
     budgets = "KV budgets to measure, in tokens; default: 128 to 24576"
     add("--budgets", type=int, nargs="+", default=(), help=budgets)
-    add(
-        "--rule",
-        choices=RULES,
-        default=default.rule,
-        help="calibrated (default, except with linear attention): int4 landmarks, layer budgets and"
-        " dense layers measured for the model. published: as in the paper",
+    rule = (
+        "calibrated (default, except with linear attention): int4 landmarks, layer budgets and"
+        " dense layers measured for the model. published: as in the paper"
     )
+    add("--rule", choices=RULES, default=default.rule, help=rule)
     tokens = f"tokens per page {shown_default}"
     add("--page-size", type=int, choices=PAGE_SIZES, default=default.page_size, help=tokens)
     bins = "positions per bin; default about 2000, or 1024 up to a context of 16384"
@@ -92,8 +87,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         value = getattr(default, name.replace("-", "_"))
         add(f"--{name}", type=kind, default=value, help=f"{what} {shown_default}")
     add("--engine-args", default="{}", help="further arguments of sglang.Engine, a JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

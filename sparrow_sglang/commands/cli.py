@@ -125,9 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command not in COMMANDS:
             parser.error(f"{' '.join(words)}: expected the same without --")
     try:
-        if passed_on:
-            return int(import_module(f"sparrow_sglang.commands.{command}").main(rest))
-        return int(args.run(args))
+        module = import_module(f"sparrow_sglang.commands.{command}")
+        return int(module.main(rest) if passed_on else module.run(args))
     except (ValueError, SparrowError, OSError) as error:
         print(f"sparrow {command}: error: {shortened(str(error))}", file=sys.stderr)
         return 2

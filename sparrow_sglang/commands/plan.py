@@ -88,7 +88,7 @@ class Plan:
         return f"no gain up to {lengths[-1]:,} tokens: {why}"
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         description="Predict from a model's shapes and measured steps how long a decode step takes,"
@@ -108,8 +108,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--gpu", choices=sorted(GPUS), default="h200", help=shown_default)
     rate = f"mean acceptance rate of drafts, for lossless decoding {shown_default}"
     add("--acceptance", type=float, default=0.95, help=rate)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

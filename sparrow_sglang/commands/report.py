@@ -20,7 +20,7 @@ A page needs no network and no other file, and can be read on a phone.
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
         description="Write an HTML page about a training run or a calibration, or a table that\n"
@@ -28,21 +28,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="PATH",
-        help="files, or folders, which are searched with their subfolders",
+    paths = "files, or folders, which are searched with their subfolders"
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help=paths)
+    out = (
+        "the .html file to write (default report.html); for several runs, a .json file of their"
+        " numbers (default: none)"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="the .html file to write (default report.html); for several runs, a .json file of"
-        " their numbers (default: none)",
-    )
-    parser.set_defaults(run=run)
-    return parser
+    parser.add_argument("--out", type=Path, help=out)
 
 
 def run(args: argparse.Namespace) -> int:

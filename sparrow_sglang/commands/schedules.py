@@ -15,18 +15,16 @@ or fixed-4096, a budget of 4,096 tokens at every length, which is not calibrated
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: Any) -> None:
+    subparsers.add_parser(
         "schedules",
         description="List the schedules that are shipped, and the models that have one.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
+def run(_: argparse.Namespace) -> int:
     rows = [_HEADS, *(_row(shipped_schedule(name)) for name in known_schedules())]
     print(f"{table(rows)}\n\n{_EPILOG}", end="")
     return 0

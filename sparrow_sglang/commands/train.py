@@ -31,7 +31,7 @@ tensorboard --logdir RUN_DIR shows the same metrics.
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "train",
         description="Train a model with GRPO: sparse rollouts, dense log-probs, truncated"
@@ -39,26 +39,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.toml", help="the run's settings"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="settings",
-        help="override a setting of the file, such as optimizer.lr=3e-6; may be repeated",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in run_dir"
-    )
-    parser.add_argument(
-        "--defaults", action="store_true", help="print a file that explains all settings, and exit"
-    )
-    parser.add_argument("--check", action="store_true", help="check the settings, and exit")
-    parser.set_defaults(run=run)
-    return parser
+    add = parser.add_argument
+    add("config", type=Path, nargs="?", metavar="CONFIG.toml", help="the run's settings")
+    override = "override a setting of the file, such as optimizer.lr=3e-6; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=override)
+    flags = {
+        "--resume": "continue from the newest checkpoint in run_dir",
+        "--defaults": "print a file that explains all settings, and exit",
+        "--check": "check the settings, and exit",
+    }
+    for flag, what in flags.items():
+        add(flag, action="store_true", help=what)
 
 
 def run(args: argparse.Namespace) -> int:

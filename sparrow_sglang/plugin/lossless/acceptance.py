@@ -20,12 +20,7 @@ each group. Ids in sequence, such as those of digits, are in different groups.""
 
 
 class Outcome(NamedTuple):
-    """What a verification accepts.
-
-    Attributes:
-        accepted: [B] int64, drafts accepted of each request.
-        bonus: [B] int64, the token after them.
-    """
+    """Drafts that a verification accepts of each request, and the token after them, [B] int64."""
 
     accepted: torch.Tensor
     bonus: torch.Tensor
@@ -41,12 +36,9 @@ class Outcome(NamedTuple):
 
 
 def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
-    """The distributions from which requests sample, in fp32, of `logits`' shape.
+    """The distributions from which requests sample, fp32, of `logits` [B, V] or [B, rows, V].
 
-    Args:
-        logits: [B, V] or [B, rows, V].
-        info: temperatures [B, 1], top_ks, top_ps and min_ps [B], as SGLang has them: a greedy
-            request has top_k 1.
+    `info` has temperatures [B, 1], top_ks, top_ps and min_ps [B]: a greedy request has top_k 1.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     rows = len(flat) // len(logits)

@@ -89,14 +89,14 @@ class LosslessWorker(BaseSpecWorker):
         # Drafts and requests of the rounds whose outcome is not on the host yet.
         self._in_flight: deque[tuple[int, list[Req]]] = deque()
         is_first = get_parallel().tp_rank == 0
-        self._counters: tuple[Any, ...] = ()
+        self._counters: list[Any] = []
         if server_args.enable_metrics and is_first:
             from prometheus_client import Counter
 
-            self._counters = (
+            self._counters = [
                 Counter("sparrow:drafts", "Drafts whose predecessors were all accepted"),
                 Counter("sparrow:accepted_drafts", "Drafts that were accepted"),
-            )
+            ]
         forced = os.environ.get(FORCED_ACCEPTANCE)
         self._forced = None if forced is None else float(forced)
         if self._forced is not None and is_first:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.commands.plan import add_parser
+from sparrow_sglang.commands.plan import add_parser, run
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import step_time
 from sparrow_sglang.schedule_names import load_schedule
@@ -26,7 +26,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
 
     def call(*options: str, model: str = MODEL) -> str:
         args = parser.parse_args(["plan", "--model-path", model, *options])
-        assert args.run(args) == 0
+        assert run(args) == 0
         return capsys.readouterr().out
 
     return call
