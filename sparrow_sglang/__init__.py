@@ -1,8 +1,6 @@
-"""Sparse decode for stock SGLang under a KV budget that grows with the sequence length.
-
-The names below are the public surface; everything else may change. They load on first use, so
-that importing the package costs nothing and never pulls in SGLang.
-"""
+"""Sparse decode for stock SGLang under a KV budget that grows with the sequence length. The names
+below are the public surface; everything else may change. They load on first use, so that importing
+the package costs nothing and never pulls in SGLang."""
 
 from importlib import import_module
 from importlib.metadata import version

@@ -1,7 +1,5 @@
-"""Files and folders that appear under their name whole or not at all.
-
-A draft is filled beside its target, flushed to the disk and renamed.
-"""
+"""Files and folders that appear under their name whole or not at all. A draft is filled beside its
+target, flushed to the disk and renamed."""
 
 import json
 import os
@@ -22,10 +20,8 @@ _DEEP_NUMBERS = re.compile(r"\[\n {5}\d+(,\n {5}\d+)*\n {4}\]")
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A path for the block to write a file or a folder to, which then takes the place of `target`.
-
     The folder of `target` is made if needed. If the block or the renaming raises, `target` is as it
-    was and the draft is gone. Several processes may write the same target; the last one stays.
-    """
+    was and the draft is gone. Several processes may write the same target; the last one stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
         draft = Path(folder) / target.name
@@ -59,10 +55,8 @@ def write_text(target: Path, content: str) -> None:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Write a value as indented JSON, with each deep list of integers on one line.
-
-    Raises `OSError`.
-    """
+    """Write a value as indented JSON, with each deep list of integers on one line. Raises
+    `OSError`."""
     text = json.dumps(value, indent=1) + "\n"
     write_text(target, _DEEP_NUMBERS.sub(_on_one_line, text))
 

@@ -39,9 +39,7 @@ def table(rows: Sequence[Sequence[str]], align: str = "<") -> str:
 
 def exit_on_sigterm() -> None:
     """Have SIGTERM, which `timeout` sends, raise SystemExit, so that child processes are ended.
-
-    SGLang's processes end with their parent only once they have imported SGLang.
-    """
+    SGLang's processes end with their parent only once they have imported SGLang."""
 
     def end(number: int, frame: Any) -> NoReturn:
         if not threading.main_thread().is_alive():

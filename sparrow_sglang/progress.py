@@ -14,11 +14,9 @@ LOG_EVERY_S = 60.0
 
 
 class Progress:
-    """The stage under way, on stderr, and results above it, on stdout.
-
-    A bar of tqdm over `total` units where stderr is a terminal. Elsewhere a line with the time of
-    day, `where` and the stage, at most one in `LOG_EVERY_S`, or nothing if `quiet`.
-    """
+    """The stage under way, on stderr, and results above it, on stdout. A bar of tqdm over `total`
+    units where stderr is a terminal. Elsewhere a line with the time of day, `where` and the stage,
+    at most one in `LOG_EVERY_S`, or nothing if `quiet`."""
 
     def __init__(self, total: int, unit: str, initial: int = 0, quiet: bool = False) -> None:
         # tqdm's own lock also works across processes: with "spawn", which SGLang sets, it is a

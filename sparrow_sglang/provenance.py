@@ -48,10 +48,8 @@ def device_name() -> str:
 
 
 def provenance(device: str | None = None) -> dict[str, Any]:
-    """Device, versions, commit and command of this process; `device` may be one that it uses.
-
-    The commit is SPARROW_COMMIT where the working tree travels without its history.
-    """
+    """Device, versions, commit and command of this process; `device` may be one that it uses. The
+    commit is SPARROW_COMMIT where the working tree travels without its history."""
     return {
         "device": device or device_name(),
         "python": platform.python_version(),

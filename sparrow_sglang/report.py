@@ -1,7 +1,5 @@
-"""`sparrow report`: an HTML page about a run or a calibration, or the comparison of several runs.
-
-A page loads no other files: its charts are inline SVG, whose text and colours follow its theme.
-"""
+"""`sparrow report`: an HTML page about a run or a calibration, or the comparison of several runs. A
+page loads no other files: its charts are inline SVG, whose text and colours follow its theme."""
 
 import io
 import itertools
@@ -151,10 +149,8 @@ class Sources:
 
 
 def find_sources(paths: Sequence[Path]) -> Sources:
-    """Everything in these files and folders, except in hidden folders.
-
-    Raises `ReportError` if a path does not exist or nothing can be reported on.
-    """
+    """Everything in these files and folders, except in hidden folders. Raises `ReportError` if a
+    path does not exist or nothing can be reported on."""
     sources = Sources()
     for path in paths:
         if not path.exists():
@@ -271,11 +267,8 @@ class Chart:
 
 @dataclass
 class Section:
-    """A run, calibration or check.
-
-    `tables` are title, heads and rows; `settings` title and values; `samples` headline, prompt and
-    response.
-    """
+    """A run, calibration or check. `tables` are title, heads and rows; `settings` title and values;
+    `samples` headline, prompt and response."""
 
     kind: str
     title: str
@@ -310,10 +303,8 @@ class Section:
 
 
 def write_page(title: str, sources: Sources) -> str:
-    """The page about runs and calibrations; adds to `sources.left_out`.
-
-    Raises `ReportError` if nothing can be shown, or a package is missing.
-    """
+    """The page about runs and calibrations; adds to `sources.left_out`. Raises `ReportError` if
+    nothing can be shown, or a package is missing."""
     try:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -684,11 +675,9 @@ def _rate(value: float | None) -> str:
 
 def compare(sources: Sources) -> dict[str, Any]:
     """Several runs by arm, as JSON values: runs whose settings differ in no more than the seed.
-
     Each quantity has values, mean and difference from the first arm as `_compared` gives them, at
     the end of a run and over all of it. Steps that not all runs have taken are left out, which
-    `sources.left_out` notes. Raises `ReportError` if fewer than two runs can be read.
-    """
+    `sources.left_out` notes. Raises `ReportError` if fewer than two runs can be read."""
     runs = []
     for folder in sources.runs:
         try:
@@ -805,10 +794,8 @@ def _compared(of_runs: Sequence[_Means], first: Sequence[_Means]) -> dict[str, A
 
 
 def interval(values: Sequence[float], others: Sequence[float] = ()) -> dict[str, float | None]:
-    """Mean of independent values less that of `others`, and half of its 95 % interval.
-
-    `half` is None where a side has one value. Freedom is Welch's approximation.
-    """
+    """Mean of independent values less that of `others`, and half of its 95 % interval. `half` is
+    None where a side has one value. Freedom is Welch's approximation."""
     from scipy.stats import ttest_1samp, ttest_ind
 
     value = mean(values) - (mean(others) if others else 0.0)

@@ -159,9 +159,7 @@ class RequestOption:
 @dataclass
 class RequestState:
     """State that the launching process keeps for one `GenerateReqInput`, and for its copies.
-
-    `reports` are `meta_info` of the finished answers that carry a report, by their index.
-    """
+    `reports` are `meta_info` of the finished answers that carry a report, by their index."""
 
     option: RequestOption | None = None
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)

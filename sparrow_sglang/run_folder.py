@@ -1,7 +1,5 @@
-"""The folder of a training run: names of its files, and when it was started.
-
-`rl` writes these files, `report` and `benchmarks` read them.
-"""
+"""The folder of a training run: names of its files, and when it was started. `rl` writes these
+files, `report` and `benchmarks` read them."""
 
 import json
 from pathlib import Path
@@ -14,10 +12,8 @@ RUN_FILE = "run.json"
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts noted in a run.json, in order; none if there is no such file.
-
-    Raises `ValueError` if it holds something else.
-    """
+    """The starts noted in a run.json, in order; none if there is no such file. Raises `ValueError`
+    if it holds something else."""
     if not path.exists():
         return []
     try:

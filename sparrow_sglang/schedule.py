@@ -174,12 +174,10 @@ class BudgetSchedule(BaseModel):
         return np.where(cached <= dense_pages, cached, read)
 
     def tokens_read(self, lengths: ArrayLike, cap: int | None = None) -> NDArray[np.int64]:
-        """Cached tokens that a sparse layer reads per KV head, in the shape of `lengths`.
-
-        The mean over the sparse layers, rounded down, so that it is below the length wherever any
-        of them leaves a page out. A layer reads everything while it fits into its budget. The pages
-        left out are full ones, never the last. `cap` is a request's upper bound in tokens.
-        """
+        """Cached tokens that a sparse layer reads per KV head, in the shape of `lengths`. The mean
+        over the sparse layers, rounded down, so that it is below the length wherever any of them
+        leaves a page out. A layer reads everything while it fits into its budget. The pages left
+        out are full ones, never the last. `cap` is a request's upper bound in tokens."""
         cached = np.asarray(lengths, dtype=np.int64)
         pages = -(-cached // self.page_size)
         weights = self.sparse_weights
@@ -206,13 +204,11 @@ class BudgetSchedule(BaseModel):
             raise ScheduleError(f"schedule {self.name}: selection.{error}") from None
 
     def for_model(self, hf_config: Any) -> "BudgetSchedule":
-        """The schedule as a server decodes this model by it.
-
-        Layers with a sliding window read their window, whatever the budget, and those with linear
-        attention their state: they join the dense layers, so that budgets, layer weights and what
-        is reported hold for the layers that keep the whole KV. Raises `ScheduleError` if the rule
-        or dense_layers are for a model of another shape, or no layer would be sparse.
-        """
+        """The schedule as a server decodes this model by it. Layers with a sliding window read
+        their window, whatever the budget, and those with linear attention their state: they join
+        the dense layers, so that budgets, layer weights and what is reported hold for the layers
+        that keep the whole KV. Raises `ScheduleError` if the rule or dense_layers are for a model
+        of another shape, or no layer would be sparse."""
         self.require_model(hf_config)
         layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
         kind = "linear attention" if linear_layers(hf_config) else "a sliding window"
@@ -234,11 +230,9 @@ class BudgetSchedule(BaseModel):
 
     def require_switch_from(self, first: "BudgetSchedule") -> None:
         """Raise `ScheduleError` unless a server that was started with `first` can be switched here.
-
         Page size and selection rule decide which landmarks exist; sinks and recent pages are in
         graphs. Budgets and layer weights may differ, and further layers be dense: they keep their
-        landmarks, but read all pages.
-        """
+        landmarks, but read all pages."""
         if not set(self.dense_layers) >= set(first.dense_layers):
             raise ScheduleError(
                 f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}: expected"
@@ -280,10 +274,8 @@ class BudgetSchedule(BaseModel):
         return self.budget_tokens[0] == MAX_TOKENS
 
     def calibration(self, hf_config: Any) -> str:
-        """Whether the budgets were calibrated for this model, in a few words on one line.
-
-        A calibrated schedule without `model_match` counts as calibrated for any model.
-        """
+        """Whether the budgets were calibrated for this model, in a few words on one line. A
+        calibrated schedule without `model_match` counts as calibrated for any model."""
         if not self.calibrated:
             return "NOT calibrated"
         if self.is_foreign(hf_config):
@@ -312,10 +304,8 @@ class BudgetSchedule(BaseModel):
 
     @classmethod
     def drafts(cls, page_size: int = PAGE_SIZE) -> "BudgetSchedule":
-        """512 tokens and a 64th of the context, chosen by int4 landmarks in all layers.
-
-        For lossless decoding; it needs no calibration.
-        """
+        """512 tokens and a 64th of the context, chosen by int4 landmarks in all layers. For
+        lossless decoding; it needs no calibration."""
         budgets = tuple(512 + (index + 1) * 64 for index in range(64))
         return cls(
             name=DRAFTS,

@@ -32,9 +32,7 @@ def named_schedule(flag: str | None, lossless: bool) -> str:
 
 def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
     """The schedule that `spec` names: a shipped name, a path to .json, fixed-<tokens> or drafts.
-
-    Raises `ScheduleError` if there is none, if it is invalid or made for another page size.
-    """
+    Raises `ScheduleError` if there is none, if it is invalid or made for another page size."""
     if (tokens := fixed_tokens(spec)) is not None:
         return BudgetSchedule.fixed(tokens, page_size)
     if spec == DRAFTS:
@@ -59,10 +57,8 @@ def fixed_tokens(spec: str) -> int | None:
 
 
 def read_schedule(spec: str) -> BudgetSchedule:
-    """The schedule of a shipped name or of a file, whatever its page size.
-
-    Raises `ScheduleError` if there is none or it is invalid.
-    """
+    """The schedule of a shipped name or of a file, whatever its page size. Raises `ScheduleError`
+    if there is none or it is invalid."""
     if spec in known_schedules():
         return shipped_schedule(spec)
     return BudgetSchedule.from_json(spec)
@@ -72,10 +68,8 @@ def schedule_for_model(
     hf_config: Any, page_size: int, setting: str = "--sparrow-schedule"
 ) -> BudgetSchedule:
     """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
-
     Prefers the tail target 0.86, then a selection rule of the model's own. Raises `ScheduleError`
-    if none fits, which says to name one with `setting`.
-    """
+    if none fits, which says to name one with `setting`."""
     shipped = [shipped_schedule(name) for name in known_schedules()]
     fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
     if not fitting:

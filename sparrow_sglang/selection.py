@@ -1,7 +1,5 @@
 """How a sparse layer chooses its pages: the `selection` of a schedule.
-
-`attention_backends.reference` defines what the fields mean, in torch.
-"""
+`attention_backends.reference` defines what the fields mean, in torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -146,9 +144,7 @@ class SelectionRule(BaseModel):
 
 
 def weighted_pages(budget_pages: NDArray[np.int64], weight: float, least: int) -> NDArray[np.int64]:
-    """Pages that a layer of this weight may read where the schedule has `budget_pages`.
-
-    The weight is rounded to fp32, as it is stored on the device; the product is exact.
-    """
+    """Pages that a layer of this weight may read where the schedule has `budget_pages`. The weight
+    is rounded to fp32, as it is stored on the device; the product is exact."""
     share = np.floor(np.float64(np.float32(weight)) * budget_pages + 0.5)
     return np.maximum(share, least).astype(np.int64)

@@ -119,10 +119,8 @@ def _set_field(server_args: Any, name: str, value: Any) -> None:
 
 @functools.cache
 def _server_source() -> tuple[ast.Module, ...]:
-    """SGLang's modules that define `ServerArgs`, as importing them takes ten seconds.
-
-    Raises `RuntimeError` if SGLang is not installed, in part, or too old.
-    """
+    """SGLang's modules that define `ServerArgs`, as importing them takes ten seconds. Raises
+    `RuntimeError` if SGLang is not installed, in part, or too old."""
     for problem in version_problems():
         raise RuntimeError(problem)
     package: Any = find_spec("sglang")
@@ -178,10 +176,8 @@ def _number_type(annotation: ast.expr) -> type | None:
 
 def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:
     """Have SGLang assemble `ServerArgs` with `fields`, too, where it does so while it is imported.
-
     From 0.5.20 on ServerArgs is a C struct, put together by `collect_input_fields` from one class
-    per namespace of the configuration; extension fields go to the end.
-    """
+    per namespace of the configuration; extension fields go to the end."""
     if find_spec("sglang.srt.arg_groups.fields") is None:
         return
     import msgspec
@@ -199,10 +195,8 @@ def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:
 
 
 def add_server_fields(cls: Any, fields: Mapping[str, ServerField]) -> None:
-    """Add keyword-only fields at the end of `ServerArgs`, unless it was assembled with them.
-
-    Raises `RuntimeError` if it is no dataclass, nor a struct with our fields.
-    """
+    """Add keyword-only fields at the end of `ServerArgs`, unless it was assembled with them. Raises
+    `RuntimeError` if it is no dataclass, nor a struct with our fields."""
     if all(name in getattr(cls, "__struct_fields__", ()) for name in fields):
         return
     if not hasattr(cls, "__dataclass_fields__"):

@@ -1,8 +1,6 @@
-"""Which SGLang is installed, and whether it is too old.
-
-Versions nobody has tried are not refused here: `sparrow_sglang.plugin.registration` probes what the
-hooks need of them. SGLang is not imported.
-"""
+"""Which SGLang is installed, and whether it is too old. Versions nobody has tried are not refused
+here: `sparrow_sglang.plugin.registration` probes what the hooks need of them. SGLang is not
+imported."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec

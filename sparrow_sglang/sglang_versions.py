@@ -1,8 +1,6 @@
-"""What differs between the versions of SGLang that `sparrow_sglang.sglang_install` lists.
-
-Every import, attribute or parameter of SGLang that some supported version lacks, or has elsewhere,
-is looked up here or, on `ServerArgs`, in `sparrow_sglang.sglang_arguments`.
-"""
+"""What differs between the versions of SGLang that `sparrow_sglang.sglang_install` lists. Every
+import, attribute or parameter of SGLang that some supported version lacks, or has elsewhere, is
+looked up here or, on `ServerArgs`, in `sparrow_sglang.sglang_arguments`."""
 
 import base64
 import functools
@@ -17,10 +15,8 @@ if TYPE_CHECKING:
 
 
 def without_insertion(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Keyword arguments of `release_kv_cache` that keep a request's KV out of the prefix tree.
-
-    None if `arguments`, those of the call, keep it out already.
-    """
+    """Keyword arguments of `release_kv_cache` that keep a request's KV out of the prefix tree. None
+    if `arguments`, those of the call, keep it out already."""
     name = "checkpoint" if "checkpoint" in arguments else "is_insert"
     if not arguments.get(name, True):
         return None
@@ -82,10 +78,8 @@ def is_empty(tree_cache: Any) -> bool:
 
 
 def can_flush(scheduler: Any) -> bool:
-    """Whether a scheduler would empty its prefix cache now.
-
-    In 0.5.23 requests that a pause has retracted, and that hold no KV, do not matter.
-    """
+    """Whether a scheduler would empty its prefix cache now. In 0.5.23 requests that a pause has
+    retracted, and that hold no KV, do not matter."""
     arguments: dict[str, Any] = {}
     if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
         arguments["ignore_waiting"] = scheduler._engine_paused
@@ -93,10 +87,8 @@ def can_flush(scheduler: Any) -> bool:
 
 
 def weight_update_session(manager: Any, step: str) -> Any:
-    """The call that opens ("begin") or closes ("end") the session in which weights are loaded.
-
-    None up to 0.5.20, where weights may be loaded at any time.
-    """
+    """The call that opens ("begin") or closes ("end") the session in which weights are loaded. None
+    up to 0.5.20, where weights may be loaded at any time."""
     if not hasattr(manager, "begin_weight_update"):
         return None
     from sglang.srt.managers import io_struct

@@ -26,10 +26,8 @@ def unknown_key(key: object, known: Iterable[str]) -> str:
 def first_problem(
     error: ValidationError, model: type[BaseModel] = BaseModel, prefix: str = ""
 ) -> str:
-    """The first of pydantic's errors about `model`, an unknown key before all others.
-
-    `prefix` names the section that the values lie in.
-    """
+    """The first of pydantic's errors about `model`, an unknown key before all others. `prefix`
+    names the section that the values lie in."""
     problems = error.errors(include_url=False)
     unknown = (problem for problem in problems if problem["type"] == "extra_forbidden")
     problem: Any = next(unknown, problems[0])

@@ -18,11 +18,8 @@ CONFIDENCE = 0.95
 def bin_tails(
     generations: Sequence[Tokens], bin_tokens: int, page_size: int, num_bins: int | None = None
 ) -> dict[int, BinTail]:
-    """Tail of the acceptance rate per bin, over the given tokens.
-
-    All generations of a prompt count as one cluster. With `num_bins`, those of a schedule, the last
-    bin has no end.
-    """
+    """Tail of the acceptance rate per bin, over the given tokens. All generations of a prompt count
+    as one cluster. With `num_bins`, those of a schedule, the last bin has no end."""
     statistics = TailStatistics(bin_tokens)
     for tokens in generations:
         bins = bins_of_lengths(tokens.cached, bin_tokens, page_size)
@@ -40,20 +37,16 @@ def shortage(tail: BinTail | None, min_tokens: int) -> str:
 
 
 def holds(tail: BinTail, target: float) -> bool:
-    """Whether even the lower end of the tail's confidence interval reaches the target.
-
-    Point estimates are noisy: the cheapest of many that reach the target often does so by chance.
-    """
+    """Whether even the lower end of the tail's confidence interval reaches the target. Point
+    estimates are noisy: the cheapest of many that reach the target often does so by chance."""
     return tail.tail_low is not None and tail.tail_low >= target
 
 
 @dataclass(frozen=True)
 class MeasuredTails:
     """Tails under fixed budgets, by KV budget in tokens and bin, and how they are judged.
-
     `min_tokens` is what a bin needs to be judged, `least_weight` the smallest share of the budget
-    that a sparse layer reads.
-    """
+    that a sparse layer reads."""
 
     by_budget: Mapping[int, Mapping[int, BinTail]]
     bin_tokens: int
@@ -84,13 +77,10 @@ class MeasuredTails:
 
     def need(self, index: int, target: float) -> int | None:
         """Cheapest budget that holds in this bin, as do all larger ones; the dense one if none
-        does; None if no budget can be judged.
-
-        The larger ones must hold too, because with far too small a budget a model repeats itself,
-        and both distributions agree on the repetition. A larger one whose tail reaches the target
-        without a lower bound, as its lowest rates come from a few prompts, proves nothing and is
-        passed over.
-        """
+        does; None if no budget can be judged. The larger ones must hold too, because with far too
+        small a budget a model repeats itself, and both distributions agree on the repetition. A
+        larger one whose tail reaches the target without a lower bound, as its lowest rates come
+        from a few prompts, proves nothing and is passed over."""
         if all(shortage(bins.get(index), self.min_tokens) for bins in self.by_budget.values()):
             return None
         need = self.whole_budget(index)

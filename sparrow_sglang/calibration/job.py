@@ -52,9 +52,8 @@ _OWN_ARGUMENTS = ("page_size", "random_seed", "sparrow_schedule", "dp_size")
 @dataclass(frozen=True)
 class CalibrationOptions:
     """The options of `sparrow calibrate`, named as its flags are; what is empty has a default.
-
-    Raises `CalibrationError` on a target that is none, and on options that a check does not take.
-    """
+    Raises `CalibrationError` on a target that is none, and on options that a check does not
+    take."""
 
     model_path: str = EMBEDDED_MODEL_NAME
     prompts: Path | None = None
@@ -330,10 +329,8 @@ def default_budgets(context: int, page_size: int) -> list[int]:
 
 
 def engine_dtype(engine_args: dict[str, Any]) -> str | None:
-    """The dtype that the engine computes in; None for the model's own.
-
-    Without a GPU that is float32, which is fastest on most CPUs.
-    """
+    """The dtype that the engine computes in; None for the model's own. Without a GPU that is
+    float32, which is fastest on most CPUs."""
     import torch
 
     dtype: str | None = engine_args.get("dtype")

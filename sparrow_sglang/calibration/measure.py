@@ -42,10 +42,8 @@ class MeasuringEngine(ExitStack):
         self._began = time.monotonic()
 
     def measure_missing(self, job: Job) -> None:
-        """Measure the samples that the job's work folder lacks, if any; raises as `measure`.
-
-        The engine of an earlier job is used again, which must have this job's landmarks.
-        """
+        """Measure the samples that the job's work folder lacks, if any; raises as `measure`. The
+        engine of an earlier job is used again, which must have this job's landmarks."""
         if len(job.work.load()) == len(job.samples):
             return
         with closing(Progress(len(job.samples), "generation")) as progress:
@@ -79,9 +77,7 @@ class MeasuringEngine(ExitStack):
 @contextmanager
 def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
     """An engine with sparse decode that takes token ids; `CalibrationError` if it does not start.
-
-    Without a GPU it has room for four sequences of full length.
-    """
+    Without a GPU it has room for four sequences of full length."""
     import sglang
     import torch
 
@@ -111,11 +107,9 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
 
 def take_signals_back(engine: Any) -> None:
     """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and leave
-    SIGTERM to the handler that it has.
-
-    SGLang's own handlers kill this process without a message, and wait for all requests. They would
-    miss a signal while no call waits, also after the engine has ended.
-    """
+    SIGTERM to the handler that it has. SGLang's own handlers kill this process without a message,
+    and wait for all requests. They would miss a signal while no call waits, also after the engine
+    has ended."""
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 
     class StopLoop(SignalHandler):
@@ -141,11 +135,9 @@ def _raise_failed_start(signum: int, frame: FrameType | None) -> None:
 def measure(
     engine: Any, samples: Sequence[Sample], work: WorkFolder, batch: int, progress: Progress
 ) -> None:
-    """Measure the samples that `work` does not hold yet, at most `batch` at a time.
-
-    Raises `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
-    measurement, finished samples are kept.
-    """
+    """Measure the samples that `work` does not hold yet, at most `batch` at a time. Raises
+    `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
+    measurement, finished samples are kept."""
     endpoint = EngineEndpoint(engine)
     done = work.load().keys()
     missing = [sample for sample in samples if sample.number not in done]
@@ -198,9 +190,7 @@ def _sharing_prefixes(samples: Sequence[Sample], room: int) -> list[Sample]:
 
 def _batches(samples: Sequence[Sample], size: int, room: int) -> Iterator[list[Sample]]:
     """Up to `size` samples each, of one switched schedule or of none, that fit into `room` tokens.
-
-    Where they do not fit, SGLang scores a generation only after all that are waiting.
-    """
+    Where they do not fit, SGLang scores a generation only after all that are waiting."""
     for _, group in groupby(samples, lambda sample: sample.switched and sample.schedule.name):
         batch: list[Sample] = []
         tokens = 0

@@ -1,7 +1,5 @@
-"""Measure for a selection rule: rotary pairs, each layer alone, then sets of dense layers.
-
-The measurements of each step are kept in a folder of their own, so that a killed run resumes.
-"""
+"""Measure for a selection rule: rotary pairs, each layer alone, then sets of dense layers. The
+measurements of each step are kept in a folder of their own, so that a killed run resumes."""
 
 import json
 from collections.abc import Sequence
@@ -41,9 +39,7 @@ PROMPTS = 16
 
 def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     """Choose rotary pairs, layer weights and dense layers by measuring; return the job under them.
-
-    Raises `CalibrationError` as `MeasuringEngine.measure_missing` does.
-    """
+    Raises `CalibrationError` as `MeasuringEngine.measure_missing` does."""
     hf_config, context = job.hf_config, job.context
     layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
     whole = [layer for layer in range(layers) if layer not in partial]
@@ -89,10 +85,8 @@ def _even(job: Job, rule: SelectionRule) -> BudgetSchedule:
 
 def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     """Variance over landmarks of each pair's part of the scores, [layers, KV heads, D/2].
-
     `attention_backends.pair_variance` sums it over the latest queries of each prefill pass; it is 0
-    in layers without landmarks. Raises `CalibrationError` if the engine dies.
-    """
+    in layers without landmarks. Raises `CalibrationError` if the engine dies."""
     tokens = int4_landmark_tokens(job.page_size)
     step = _step_of(job, "pairs", _even(job, SelectionRule()), landmark_tokens=tokens)
     path = step.work.path / VARIANCES

@@ -37,9 +37,7 @@ QUESTIONS = (
 @dataclass(frozen=True)
 class Prompt:
     """Token ids to continue; `name` identifies the prompt in results and in the bootstrap.
-
-    `response_ids` is the given response to decode along; empty to sample one.
-    """
+    `response_ids` is the given response to decode along; empty to sample one."""
 
     name: str
     input_ids: tuple[int, ...]
@@ -47,10 +45,8 @@ class Prompt:
 
 
 def tokenizer_of(model_path: str) -> Tokenize:
-    """The model's own tokenizer and chat template, loaded at the first use.
-
-    A model without a template, such as a base model, continues the joined texts of the messages.
-    """
+    """The model's own tokenizer and chat template, loaded at the first use. A model without a
+    template, such as a base model, continues the joined texts of the messages."""
 
     @cache
     def tokenizer() -> Any:
@@ -72,13 +68,10 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
 
 def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
-    """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or
-    `{"input_ids": [...]}` a line; a `"response"`, text or token ids, is decoded along. Lines with
-    the same prompt share a name.
-
-    Raises `CalibrationError`, naming the line, on an empty file, a line of another form and a
-    prompt that leaves no room for a token in `context`.
-    """
+    """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or `{"input_ids":
+    [...]}` a line; a `"response"`, text or token ids, is decoded along. Lines with the same prompt
+    share a name. Raises `CalibrationError`, naming the line, on an empty file, a line of another
+    form and a prompt that leaves no room for a token in `context`."""
     try:
         # Not `splitlines`, which also splits at separators that JSON strings may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -160,11 +153,9 @@ def builtin_prompts(
     seed: int = 0,
 ) -> list[Prompt]:
     """Questions about slices of Python's reference, `per_bin` prompts for each bin of the context.
-
     Lengths are spread evenly over a bin, so that its first and its last positions are both
-    measured. The two parts read different topics and hence share no text. Raises
-    `CalibrationError` if the context is too short for a question.
-    """
+    measured. The two parts read different topics and hence share no text. Raises `CalibrationError`
+    if the context is too short for a question."""
     corpus = _corpus(part)
     chars_per_token = len(corpus) / len(tokenize(corpus))
     draw = random.Random(f"{part}-{seed}")

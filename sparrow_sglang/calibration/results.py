@@ -25,9 +25,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 
 def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     """Write schedule files from the stored measurements, with their `cost`; yields lines to print.
-
-    If a target is held nowhere, raises `CalibrationError` after writing everything else.
-    """
+    If a target is held nowhere, raises `CalibrationError` after writing everything else."""
     measured = job.work.by_schedule(job.samples)
     budgets = {s.schedule.name: s.schedule.budget_tokens[0] for s in job.samples}
     num_bins = -(-job.context // job.bin_tokens)
@@ -84,10 +82,8 @@ def make_schedule(
     rule: RuleChoice | None = None,
 ) -> BudgetSchedule:
     """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
-
     `origin` has "model", "model_match" and further entries of the provenance. Raises
-    `CalibrationError` as `choose` does, and if no measured budget holds the target in any bin.
-    """
+    `CalibrationError` as `choose` does, and if no measured budget holds the target in any bin."""
     bins = choose(tails, target, -(-context // tails.bin_tokens))
     if not any(row["basis"] == "measured" for row in bins):
         raise CalibrationError(
@@ -126,13 +122,11 @@ def make_schedule(
 def check_schedule(
     schedule: BudgetSchedule, target: float, generations: Sequence[Tokens], min_tokens: int
 ) -> dict[str, Any]:
-    """Tail per bin of generations under the schedule, against the target, as JSON values.
-
-    A bin "holds" if its tail reaches the target, "fails" if its whole confidence interval lies
-    below, and is "undecided" in between; "too few tokens" or "too few prompts" where it cannot be
-    judged, "dense" where every layer reads the whole bin. `holds` is true if no bin fails and at
-    least one holds.
-    """
+    """Tail per bin of generations under the schedule, against the target, as JSON values. A bin
+    "holds" if its tail reaches the target, "fails" if its whole confidence interval lies below, and
+    is "undecided" in between; "too few tokens" or "too few prompts" where it cannot be judged,
+    "dense" where every layer reads the whole bin. `holds` is true if no bin fails and at least one
+    holds."""
     width, page = tail_bin_tokens(schedule), schedule.page_size
     tails = bin_tails(generations, width, page)
     bins = tails.keys() | (

@@ -1,8 +1,6 @@
 """Choose a selection rule for a model: rotary pairs, how layers share the budget, dense layers.
-
 `partial` are layers that never read the whole KV, whatever the schedule says. They count as dense,
-as in `BudgetSchedule.for_model`, and have no share in a budget.
-"""
+as in `BudgetSchedule.for_model`, and have no share in a budget."""
 
 import hashlib
 import json
@@ -41,10 +39,8 @@ class RuleChoice:
 
 def chosen_pairs(variances: NDArray[np.float64]) -> PairLists:
     """Half of each head's rotary pairs, those whose part of the scores varies most over landmarks.
-
     Their number is a multiple of 8, as the GPU kernels require. `variances` is [layers, KV heads,
-    D/2]; of pairs with equal variances the slower one is taken.
-    """
+    D/2]; of pairs with equal variances the slower one is taken."""
     half = variances.shape[-1]
     count = min(half, max(8, half // 2 // 8 * 8))
     # Sort stably from the slowest pair on, so that it wins among equal ones.
@@ -101,11 +97,9 @@ def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list
 
 
 def layer_weights(sensitivity: Sequence[float], others: Sequence[int] = ()) -> list[float]:
-    """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers.
-
-    If a layer's loss falls as c / budget, this split minimises the total loss. `others`, which are
-    dense or partial, get 0.
-    """
+    """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers. If a
+    layer's loss falls as c / budget, this split minimises the total loss. `others`, which are dense
+    or partial, get 0."""
     root = np.sqrt(np.maximum(sensitivity, _LEAST_SENSITIVITY))
     root[list(others)] = 0.0
     sparse = len(root) - len(others)
@@ -116,9 +110,7 @@ def dense_candidates(
     sensitivity: Sequence[float], partial: Sequence[int] = ()
 ) -> list[tuple[int, ...]]:
     """Sets of dense layers worth comparing: none, the most sensitive one or two, and (0, 1).
-
-    Returns only sets that leave half of the budget or more to the sparse layers.
-    """
+    Returns only sets that leave half of the budget or more to the sparse layers."""
     order = np.argsort(-np.asarray(sensitivity), kind="stable").tolist()
     order = [layer for layer in order if layer not in partial]
     found = [tuple(sorted(order[:count])) for count in range(MOST_DENSE + 1)] + [(0, 1)]
@@ -158,10 +150,8 @@ def choose_rule(
     partial: Sequence[int] = (),
 ) -> RuleChoice:
     """The dense layers whose tail is best at the same KV tokens in total, and weights for the rest.
-
     `measured` is by dense layers. Among sets whose tails cannot be told apart the smallest is
-    taken: the tail of a larger set must lie above the confidence interval of a smaller one.
-    """
+    taken: the tail of a larger set must lie above the confidence interval of a smaller one."""
     tails = {dense: _tail(tokens) for dense, tokens in measured.items()}
     best: tuple[int, ...] = ()
     for dense in sorted(tails, key=len):

@@ -1,8 +1,6 @@
-"""The generations of a calibration, and the work folder that keeps what they measured.
-
-The folder belongs to one set of settings and is refused for another. A batch is a Parquet file that
-appears whole or not at all, so a killed run resumes where it stopped.
-"""
+"""The generations of a calibration, and the work folder that keeps what they measured. The folder
+belongs to one set of settings and is refused for another. A batch is a Parquet file that appears
+whole or not at all, so a killed run resumes where it stopped."""
 
 import json
 import logging
@@ -31,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
-    """One generation of at most `new_tokens` tokens from `prompt` under `schedule`.
-
-    A `switched` schedule is made the active one; otherwise it is a fixed budget that the request
-    asks for, so that all budgets share batches.
-    """
+    """One generation of at most `new_tokens` tokens from `prompt` under `schedule`. A `switched`
+    schedule is made the active one; otherwise it is a fixed budget that the request asks for, so
+    that all budgets share batches."""
 
     number: int
     prompt: Prompt
@@ -46,11 +42,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Sparsely decoded tokens of one generation.
-
-    `cached` int64 [T] is the number of cached tokens that the step attended to, which determines
-    the schedule's bin; `rates` float64 [T] are the steps' acceptance rates.
-    """
+    """Sparsely decoded tokens of one generation. `cached` int64 [T] is the number of cached tokens
+    that the step attended to, which determines the schedule's bin; `rates` float64 [T] are the
+    steps' acceptance rates."""
 
     prompt: str
     cached: NDArray[np.int64]
@@ -65,11 +59,9 @@ def plan_samples(
     context: int,
     switched: bool = False,
 ) -> list[Sample]:
-    """All samples; those of a prompt follow each other, so that they share its prefix.
-
-    Samples without a sparse step are left out. The first token comes from prefill, and a step whose
-    cached tokens fit into the budget is dense.
-    """
+    """All samples; those of a prompt follow each other, so that they share its prefix. Samples
+    without a sparse step are left out. The first token comes from prefill, and a step whose cached
+    tokens fit into the budget is dense."""
     samples: list[Sample] = []
     for prompt in prompts:
         length = len(prompt.input_ids)

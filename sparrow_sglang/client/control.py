@@ -1,7 +1,5 @@
-"""Switch the KV budget schedule of a running engine or server, and push LoRA adapters to it.
-
-Over HTTP this is GET and POST /sparrow/schedule, and POST /sparrow/adapter.
-"""
+"""Switch the KV budget schedule of a running engine or server, and push LoRA adapters to it. Over
+HTTP this is GET and POST /sparrow/schedule, and POST /sparrow/adapter."""
 
 import base64
 import json

@@ -27,12 +27,10 @@ class EndpointError(SparrowError, RuntimeError):
 
 
 def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEndpoint":
-    """The endpoint behind `target`, an `sglang.Engine` or a server's base URL.
-
-    `api_key` is the server's --api-key or --admin-api-key; an engine asks for none. Raises
-    `ValueError` for any other target; does not contact the server yet. The endpoint's methods
-    block, and raise `EndpointError` if the server refuses the request or is gone.
-    """
+    """The endpoint behind `target`, an `sglang.Engine` or a server's base URL. `api_key` is the
+    server's --api-key or --admin-api-key; an engine asks for none. Raises `ValueError` for any
+    other target; does not contact the server yet. The endpoint's methods block, and raise
+    `EndpointError` if the server refuses the request or is gone."""
     if isinstance(target, str):
         if not target.startswith(("http://", "https://")):
             raise ValueError(f"target={target!r}: expected a URL, such as http://127.0.0.1:30000")
@@ -45,12 +43,9 @@ def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEn
 
 
 class EngineEndpoint:
-    """An engine in this process.
-
-    Its methods can be called from any thread: if the engine's event loop does not run in another,
-    it runs in this one until the work is done. Calls from a coroutine, which would block its event
-    loop, are refused.
-    """
+    """An engine in this process. Its methods can be called from any thread: if the engine's event
+    loop does not run in another, it runs in this one until the work is done. Calls from a
+    coroutine, which would block its event loop, are refused."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -65,10 +60,8 @@ class EngineEndpoint:
         finished: Callable[[int, Answer], object],
     ) -> None:
         """Answer each request, then at once what `following` makes of its number and answer.
-
         `finished` gets the number and the second answer as each pair is done, so that an interrupt
-        loses only pairs under way. What the two raise is raised.
-        """
+        loses only pairs under way. What the two raise is raised."""
 
         async def pair(number: int, request: Request) -> None:
             second = following(number, await self._one(request))

@@ -75,10 +75,8 @@ COMMANDS = {
 
 
 def parser_for(named: str) -> argparse.ArgumentParser:
-    """The parser of `sparrow`, with the options of the command that is named.
-
-    SGLang parses the flags of serve and doctor, the benchmarks their own.
-    """
+    """The parser of `sparrow`, with the options of the command that is named. SGLang parses the
+    flags of serve and doctor, the benchmarks their own."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="sparrow", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw

@@ -1,7 +1,5 @@
-"""`sparrow doctor`: does sparse decode work with this machine, this SGLang and this model?
-
-What needs no SGLang is checked before it is imported, which takes ten seconds.
-"""
+"""`sparrow doctor`: does sparse decode work with this machine, this SGLang and this model? What
+needs no SGLang is checked before it is imported, which takes ten seconds."""
 
 import os
 from collections.abc import Iterator, Sequence

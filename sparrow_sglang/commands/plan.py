@@ -31,10 +31,8 @@ _HEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is predicted from; `batch` sequences decode together on `gpu`.
-
-    `drafting` is the schedule of drafts of lossless decoding.
-    """
+    """What is predicted from; `batch` sequences decode together on `gpu`. `drafting` is the
+    schedule of drafts of lossless decoding."""
 
     shape: ModelShape
     schedule: BudgetSchedule

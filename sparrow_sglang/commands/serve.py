@@ -1,7 +1,5 @@
-"""`sparrow serve`: SGLang's own launcher with our defaults; every SGLang flag passes through.
-
-Flags are checked before SGLang is imported, which takes ten seconds.
-"""
+"""`sparrow serve`: SGLang's own launcher with our defaults; every SGLang flag passes through. Flags
+are checked before SGLang is imported, which takes ten seconds."""
 
 import argparse
 import copy
@@ -156,11 +154,9 @@ def _ready_lines(server_args: "ServerArgs") -> str:
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
-    """`argv` with our defaults in front, where the user's flags override them.
-
-    The folder of an embedded model, which is converted if necessary, goes to the end. Raises
-    `ModelError` if it cannot be.
-    """
+    """`argv` with our defaults in front, where the user's flags override them. The folder of an
+    embedded model, which is converted if necessary, goes to the end. Raises `ModelError` if it
+    cannot be."""
     given: list[str] = []
     for word in argv:
         # SGLang knows the two words only, and would ignore the file silently.
@@ -213,10 +209,8 @@ def check_port(words: Sequence[str]) -> None:
 
 
 def check_model(words: Sequence[str]) -> None:
-    """Raise `InputError` if the model's config, the schedule or the weights cannot be used.
-
-    Models that only SGLang can find, and flags in a --config file, are left to SGLang.
-    """
+    """Raise `InputError` if the model's config, the schedule or the weights cannot be used. Models
+    that only SGLang can find, and flags in a --config file, are left to SGLang."""
     model = _value(words, *_MODEL_FLAGS)
     if model is None or "--config" in words:
         return
@@ -246,9 +240,7 @@ def check_model(words: Sequence[str]) -> None:
 
 def parse_server_args(words: Sequence[str]) -> "ServerArgs":
     """SGLang's ServerArgs for a command line `with_defaults`, checked by SGLang and the plugin.
-
-    Raises `ValueError` (`InputError`), `RuntimeError` or `OSError`.
-    """
+    Raises `ValueError` (`InputError`), `RuntimeError` or `OSError`."""
     full = list(words)
     if "--config" in full:
         try:

@@ -1,7 +1,5 @@
-"""How far the sparse actor's next-token distribution is from the dense policy's.
-
-Imports torch only where a function needs it, SGLang never.
-"""
+"""How far the sparse actor's next-token distribution is from the dense policy's. Imports torch only
+where a function needs it, SGLang never."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,13 +68,11 @@ def acceptance_rate(
 def mean_acceptance_from_samples(
     sparse_logprobs: ArrayLike, dense_logprobs: ArrayLike
 ) -> SampledMean:
-    """Unbiased estimate of the mean acceptance rate: mean of min(1, p_dense / p_sparse).
-
-    Log-probs [T] of the sampled tokens on both sides; the tokens must have been drawn from
-    p_sparse itself, without top-p or top-k truncation. One token's ratio is not its acceptance
-    rate, and the ratios' 5th percentile is not the tail percentile (it lies far below), so none is
-    returned. The standard error treats tokens as independent. Raises `ValueError` on no tokens.
-    """
+    """Unbiased estimate of the mean acceptance rate: mean of min(1, p_dense / p_sparse). Log-probs
+    [T] of the sampled tokens on both sides; the tokens must have been drawn from p_sparse itself,
+    without top-p or top-k truncation. One token's ratio is not its acceptance rate, and the ratios'
+    5th percentile is not the tail percentile (it lies far below), so none is returned. The standard
+    error treats tokens as independent. Raises `ValueError` on no tokens."""
     sparse = np.asarray(sparse_logprobs, dtype=np.float64)
     dense = np.asarray(dense_logprobs, dtype=np.float64)
     if sparse.ndim != 1 or sparse.shape != dense.shape or not sparse.size:

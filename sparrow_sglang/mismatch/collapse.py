@@ -1,9 +1,7 @@
-"""Whether a run collapses: its entropy and its reward fall while its tail percentile rises.
-
-Sparse and dense decode agree on a policy that repeats itself. Its tail percentile rises to 1 and
-looks healthy, although its falling entropy shows that it is not. A policy that learns its task
-becomes surer, too, and its tail rises as well; its reward tells it apart.
-"""
+"""Whether a run collapses: its entropy and its reward fall while its tail percentile rises. Sparse
+and dense decode agree on a policy that repeats itself. Its tail percentile rises to 1 and looks
+healthy, although its falling entropy shows that it is not. A policy that learns its task becomes
+surer, too, and its tail rises as well; its reward tells it apart."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,12 +20,10 @@ rollout_corr/training_log_ppl in the entropy's place. None of the 31 sparse runs
 
 
 def collapse_alarm(rows: Sequence[Mapping[str, float]]) -> bool | None:
-    """Whether the last of a run's rows, in order from its first, shows a collapse.
-
-    It does if the mean entropy of the latest `WINDOW` steps is below `FALL` times that of the
-    first `WINDOW` steps, their mean tail percentile above that of the first ones, and their mean
-    reward below it. Rows without these metrics are left out. None before there are two windows.
-    """
+    """Whether the last of a run's rows, in order from its first, shows a collapse. It does if the
+    mean entropy of the latest `WINDOW` steps is below `FALL` times that of the first `WINDOW`
+    steps, their mean tail percentile above that of the first ones, and their mean reward below it.
+    Rows without these metrics are left out. None before there are two windows."""
     known = [row for row in rows if ENTROPY in row and TAIL in row and REWARD in row]
     if len(known) < 2 * WINDOW:
         return None

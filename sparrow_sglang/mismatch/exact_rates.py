@@ -1,9 +1,7 @@
-"""Exact acceptance rates of a generation, from a server that computes them.
-
-A server that is started within `recording` keeps the last hidden state of every decode step of some
-generations (`plugin/exact_acceptance.py` says why and at what cost). A generation's request names
-its slot with `record_into`. The answer to a `comparing_request` holds the generation's rates.
-"""
+"""Exact acceptance rates of a generation, from a server that computes them. A server that is
+started within `recording` keeps the last hidden state of every decode step of some generations
+(`plugin/exact_acceptance.py` says why and at what cost). A generation's request names its slot with
+`record_into`. The answer to a `comparing_request` holds the generation's rates."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,12 +33,10 @@ def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:
 
 
 def comparing_request(slot: int, prompt: Sequence[int], response: Sequence[int]) -> dict[str, Any]:
-    """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads.
-
-    Send it after the generation that recorded into `slot`, and before another one does.
-    It takes the prompt's KV from the prefix cache, which no sparse decode writes
-    (`plugin.scheduler_hooks.keep_sparse_kv_private`).
-    """
+    """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads. Send it after
+    the generation that recorded into `slot`, and before another one does. It takes the prompt's KV
+    from the prefix cache, which no sparse decode writes
+    (`plugin.scheduler_hooks.keep_sparse_kv_private`)."""
     return {
         "input_ids": [int(token) for token in (*prompt, *response)],
         "sampling_params": {
@@ -58,10 +54,8 @@ def comparing_request(slot: int, prompt: Sequence[int], response: Sequence[int])
 
 def response_logprobs(answer: Mapping[str, Any], response: Sequence[int]) -> NDArray[np.float64]:
     """Dense log-probs [T] of a response, from the answer to a request that prefills it and returns
-    log-probs from the prompt's last token on.
-
-    Raises `ValueError` if the answer is not about exactly these response tokens.
-    """
+    log-probs from the prompt's last token on. Raises `ValueError` if the answer is not about
+    exactly these response tokens."""
     # The first entry is the prompt's last token, for which SGLang gives no log-prob.
     entries = answer["meta_info"]["input_token_logprobs"][1:]
     # SGLang reports the vocabulary's last token as id 0 here, with the right log-prob.
@@ -76,10 +70,8 @@ def response_logprobs(answer: Mapping[str, Any], response: Sequence[int]) -> NDA
 def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
     """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
     `comparing_request`. The first token comes from prefill. After a retraction, so does a later
-    one, whose rate is NaN.
-
-    Raises `ValueError` if the server does not record, or has no such slot.
-    """
+    one, whose rate is NaN. Raises `ValueError` if the server does not record, or has no such
+    slot."""
     rates = answer["meta_info"].get(RATES)
     if not rates or rates[0] is None:
         raise ValueError("the server lacks this slot: expected one started within `recording`")

@@ -1,7 +1,5 @@
-"""The lower tail of the acceptance rate: a percentile per position bin, with its interval.
-
-Imports neither torch nor SGLang.
-"""
+"""The lower tail of the acceptance rate: a percentile per position bin, with its interval. Imports
+neither torch nor SGLang."""
 
 import zlib
 from dataclasses import dataclass
@@ -24,12 +22,10 @@ _GROUPS = 64
 
 @dataclass(frozen=True)
 class BinTail:
-    """Acceptance rate of the tokens at positions first_position <= x < end_position.
-
-    `tail` is the percentile and `tail_low` to `tail_high` its confidence interval, None where the
-    tokens come from fewer than `MIN_CLUSTERS` clusters. A `tail_low` of 0 or a `tail_high` of 1
-    says that the tokens show no bound on this side.
-    """
+    """Acceptance rate of the tokens at positions first_position <= x < end_position. `tail` is the
+    percentile and `tail_low` to `tail_high` its confidence interval, None where the tokens come
+    from fewer than `MIN_CLUSTERS` clusters. A `tail_low` of 0 or a `tail_high` of 1 says that the
+    tokens show no bound on this side."""
 
     bin: int
     first_position: int
@@ -56,11 +52,9 @@ class TailStatistics:
         self._sums: dict[int, float] = {}
 
     def add(self, cluster: str, bins: ArrayLike, alpha: ArrayLike) -> None:
-        """Count the tokens of one response; `cluster` names its prompt.
-
-        `bins` [T] are those of `token_bins`; `alpha` [T] are acceptance rates. Raises `ValueError`
-        if lengths differ, a bin is below -1 or a rate is outside [0, 1].
-        """
+        """Count the tokens of one response; `cluster` names its prompt. `bins` [T] are those of
+        `token_bins`; `alpha` [T] are acceptance rates. Raises `ValueError` if lengths differ, a bin
+        is below -1 or a rate is outside [0, 1]."""
         rates = _checked_alpha(alpha)
         of_tokens = np.asarray(bins, dtype=np.int64)
         if of_tokens.shape != rates.shape or (of_tokens < NOT_COUNTED).any():
@@ -86,14 +80,12 @@ class TailStatistics:
     def bin(
         self, index: int, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95
     ) -> BinTail:
-        """The tail and the mean of a filled bin.
-
-        The percentile of n tokens is the ceil(n * percentile / 100)-th smallest, without
-        interpolation. Its interval is Woodruff's (1952): the percentiles at percentile / 100 plus
-        and minus a multiple of the standard error of the share of tokens up to the tail. Standard
-        errors are those of the delete-one-cluster jackknife, their multiple is a quantile of
-        Student's t, with fewer degrees of freedom where few clusters hold most of the variance.
-        """
+        """The tail and the mean of a filled bin. The percentile of n tokens is the ceil(n *
+        percentile / 100)-th smallest, without interpolation. Its interval is Woodruff's (1952): the
+        percentiles at percentile / 100 plus and minus a multiple of the standard error of the share
+        of tokens up to the tail. Standard errors are those of the delete-one-cluster jackknife,
+        their multiple is a quantile of Student's t, with fewer degrees of freedom where few
+        clusters hold most of the variance."""
         filled = self._counts[index].any(axis=1)
         counts = self._counts[index][filled].astype(np.int64)
         tokens = counts.sum(axis=1)

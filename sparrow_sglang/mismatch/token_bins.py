@@ -1,8 +1,6 @@
 """Which response tokens an acceptance tail counts, and the bin of positions that each belongs to.
-
-Audit, calibration and training count by the same rule, so that their tails can be compared.
-Imports neither torch nor SGLang.
-"""
+Audit, calibration and training count by the same rule, so that their tails can be compared. Imports
+neither torch nor SGLang."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -47,10 +45,8 @@ def tail_bin_tokens(schedule: BudgetSchedule) -> int:
 
 
 def bins_of_lengths(cached: ArrayLike, bin_tokens: int, page_size: int) -> NDArray[np.int64]:
-    """Bins of decode steps with `cached` tokens, in their shape.
-
-    A schedule chooses a step's budget by its pages, so lengths count in whole pages.
-    """
+    """Bins of decode steps with `cached` tokens, in their shape. A schedule chooses a step's budget
+    by its pages, so lengths count in whole pages."""
     return whole_pages(np.asarray(cached, dtype=np.int64), page_size) // bin_tokens
 
 

@@ -29,11 +29,9 @@ KV_ITEMSIZES = {"auto": 2, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture-of-experts blocks in place of dense ones, in `layers` of a model's layers.
-
-    A router sends each token to `per_token` of `number` gated experts of width `size`, and all
-    tokens go to one more of width `shared_size`, behind a gate of its own; 0 where there is none.
-    """
+    """Mixture-of-experts blocks in place of dense ones, in `layers` of a model's layers. A router
+    sends each token to `per_token` of `number` gated experts of width `size`, and all tokens go to
+    one more of width `shared_size`, behind a gate of its own; 0 where there is none."""
 
     number: int
     per_token: int
@@ -42,21 +40,17 @@ class Experts:
     shared_size: int = 0
 
     def expected(self, batch: float) -> float:
-        """Experts of a layer that a step of `batch` tokens reads, if all are equally likely.
-
-        One token leaves an expert out with probability 1 - k / E, so E (1 - (1 - k / E)^batch) of
-        E are read. Real routers are less even and read fewer.
-        """
+        """Experts of a layer that a step of `batch` tokens reads, if all are equally likely. One
+        token leaves an expert out with probability 1 - k / E, so E (1 - (1 - k / E)^batch) of E are
+        read. Real routers are less even and read fewer."""
         return float(self.number * (1 - (1 - self.per_token / self.number) ** batch))
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Gated delta rule in place of attention over KV, as in Qwen3-Next and Qwen3.5.
-
-    Each of `value_heads` keeps a state of key_dim x value_dim numbers in fp32, and a convolution
-    keeps the latest `conv_tokens` - 1 of its inputs in 16 bits, as SGLang does by default.
-    """
+    """Gated delta rule in place of attention over KV, as in Qwen3-Next and Qwen3.5. Each of
+    `value_heads` keeps a state of key_dim x value_dim numbers in fp32, and a convolution keeps the
+    latest `conv_tokens` - 1 of its inputs in 16 bits, as SGLang does by default."""
 
     layers: tuple[int, ...]
     key_heads: int
@@ -123,11 +117,9 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """From the fields of a Hugging Face config.json.
-
-        Raises `InputError` on a missing field, on DeepSeek's experts and latent attention, and on a
-        sliding window without `layer_types` that say which layers have it.
-        """
+        """From the fields of a Hugging Face config.json. Raises `InputError` on a missing field, on
+        DeepSeek's experts and latent attention, and on a sliding window without `layer_types` that
+        say which layers have it."""
         config = text_config(config)
         windows = window_layers(config)
         refused = list(_REFUSED)
@@ -159,11 +151,9 @@ class ModelShape:
         )
 
     def on_rank(self, ranks: int) -> "ModelShape":
-        """The part of each layer that one of `ranks` tensor-parallel ranks holds.
-
-        Distributing whole experts over expert-parallel ranks gives the same number of weights. KV
-        heads are repeated where there are more ranks than heads, as SGLang does.
-        """
+        """The part of each layer that one of `ranks` tensor-parallel ranks holds. Distributing
+        whole experts over expert-parallel ranks gives the same number of weights. KV heads are
+        repeated where there are more ranks than heads, as SGLang does."""
         experts, linear = self.experts, self.linear
         if experts:
             shared = experts.shared_size // ranks

@@ -1,8 +1,6 @@
 """Bytes of a decode step from a model's shapes, and its milliseconds from bytes and measured steps.
-
 A step takes the sum of `STEP_TERMS` times the constants in step_times.json, which
-tools/fit_step_times.py fits to rows of `sparrow bench step`.
-"""
+tools/fit_step_times.py fits to rows of `sparrow bench step`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,12 +25,10 @@ _BYTES_PER_VALUE = 2
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one step of a batch reads, and of linear attention's states also writes.
-
-    `read` is the mean of KV tokens that a layer with whole KV reads of a sequence; `scored` counts
-    pages that a layer scores, over its layers and the longest sequence; `sparse` counts layers that
-    leave something out.
-    """
+    """Bytes that one step of a batch reads, and of linear attention's states also writes. `read` is
+    the mean of KV tokens that a layer with whole KV reads of a sequence; `scored` counts pages that
+    a layer scores, over its layers and the longest sequence; `sparse` counts layers that leave
+    something out."""
 
     weights: float
     kv: float
@@ -50,12 +46,10 @@ class StepBytes:
 def step_bytes(
     shape: ModelShape, lengths: Sequence[int], schedule: BudgetSchedule | None = None
 ) -> StepBytes:
-    """One step of sequences with these cached tokens; dense without a schedule.
-
-    Weights are read once, of experts as many as the batch is expected to choose. Dense layers read
-    all KV, layers with a sliding window their window, sparse ones their budget and, of sequences
-    beyond it, the landmarks between sinks and recent pages.
-    """
+    """One step of sequences with these cached tokens; dense without a schedule. Weights are read
+    once, of experts as many as the batch is expected to choose. Dense layers read all KV, layers
+    with a sliding window their window, sparse ones their budget and, of sequences beyond it, the
+    landmarks between sinks and recent pages."""
     cached = np.asarray(lengths, dtype=np.int64)
     whole = shape.whole_layers
     token_layers = cached * np.float64(whole)
@@ -147,12 +141,9 @@ def lossless_ms(
     dense_ms: float, sparse_ms: float, acceptance: float, most: int
 ) -> tuple[float, int]:
     """Milliseconds a token of lossless decoding with the best number of drafts up to `most`, and
-    that number.
-
-    A round of k drafts takes k sparse steps and `VERIFICATION` dense ones, and gives
+    that number. A round of k drafts takes k sparse steps and `VERIFICATION` dense ones, and gives
     (1 - a^(k + 1)) / (1 - a) tokens at the acceptance rate a below 1 (Leviathan et al., 2023). One
-    of no drafts is a dense step.
-    """
+    of no drafts is a dense step."""
     rounds = {0: dense_ms} | {
         k: (k * sparse_ms + VERIFICATION * dense_ms)
         * (1 - acceptance)

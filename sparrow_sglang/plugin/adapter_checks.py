@@ -1,8 +1,6 @@
 """Checks of LoRA adapters, of which SGLang ignores config fields and tensors that it does not know.
-
 Hooks check them where SGLang loads them, from a folder or tensors, at start-up or later. A pushed
-one is checked before the former is unloaded, against the model's shapes, too.
-"""
+one is checked before the former is unloaded, against the model's shapes, too."""
 
 import re
 from collections import Counter
@@ -72,12 +70,10 @@ def check_config(config: Any) -> int:
 def check_factor(
     name: str, tensor: "torch.Tensor", rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> tuple[str, str]:
-    """The module and the side, A or B, of one of an adapter's tensors.
-
-    Raises `ControlError` unless it is a factor of this rank, and of the module's shape in
-    `module_shapes` if it is there, whose values are no threat. SGLang compares shapes only at the
-    first request, where a wrong one ends the scheduler.
-    """
+    """The module and the side, A or B, of one of an adapter's tensors. Raises `ControlError` unless
+    it is a factor of this rank, and of the module's shape in `module_shapes` if it is there, whose
+    values are no threat. SGLang compares shapes only at the first request, where a wrong one ends
+    the scheduler."""
     named = FACTOR.fullmatch(name)
     if named is None:
         raise ControlError(
@@ -176,10 +172,8 @@ def _is_ours() -> bool:
 
 
 def module_shapes(hf_config: Any) -> dict[str, tuple[int, int]]:
-    """[out, in] of a model's linear modules by the names that PEFT gives them.
-
-    Raises `ControlError` if transformers cannot make the model.
-    """
+    """[out, in] of a model's linear modules by the names that PEFT gives them. Raises
+    `ControlError` if transformers cannot make the model."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,6 @@
 """Server side of run-time control: switch the schedule, check landmarks, measure rotary pairs.
-
-Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some the route /sparrow/<name>.
-"""
+Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some the route
+/sparrow/<name>."""
 
 import asyncio
 import logging
@@ -75,11 +74,9 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
 
 
 async def measured(manager: "TokenizerManager") -> None:
-    """Before the first request, have short sequences decode densely where that is faster.
-
-    With lossless decoding, have rounds draft as many tokens as pay.
-    Data-parallel replicas take the largest length that one of them has measured.
-    """
+    """Before the first request, have short sequences decode densely where that is faster. With
+    lossless decoding, have rounds draft as many tokens as pay. Data-parallel replicas take the
+    largest length that one of them has measured."""
     state = require_server_state(manager)
     if state.measuring is None:
         if not state.measures_dense or state.released:

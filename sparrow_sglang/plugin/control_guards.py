@@ -1,8 +1,6 @@
 """Guards of SGLang's control calls: what would end the scheduler is answered with what is wrong.
-
 SGLang asserts in the scheduler that it is idle, or that memory has been released, and a failed
-assertion ends it, and with it all requests. During these calls no score of the audit runs.
-"""
+assertion ends it, and with it all requests. During these calls no score of the audit runs."""
 
 import functools
 from collections.abc import Callable, Coroutine
@@ -16,10 +14,8 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def _hook(guard: Call) -> Call:
-    """AROUND hook of a method of the TokenizerManager; does nothing with another backend.
-
-    `guard` gets the call without its arguments, the manager, our state and the request.
-    """
+    """AROUND hook of a method of the TokenizerManager; does nothing with another backend. `guard`
+    gets the call without its arguments, the manager, our state and the request."""
 
     @functools.wraps(guard)
     async def hook(call: Call, manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,10 +65,8 @@ async def check_weights(call: Call, manager: Any, state: ServerState, request: A
 
 @_hook
 async def update_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Answer with a failure where the prefix cache could not be emptied afterwards.
-
-    Older schedulers assert that it could; newer ones fail, but serve the new weights.
-    """
+    """Answer with a failure where the prefix cache could not be emptied afterwards. Older
+    schedulers assert that it could; newer ones fail, but serve the new weights."""
     async with _without_scores(state, new_weights=True):
         problem = await _update_problem(manager, state, request)
         if problem is None:

@@ -1,10 +1,8 @@
-"""Decode steps by the stock kernel, as long as no request of the batch leaves a page out.
-
-Each batch size is captured twice, sparse and dense. Where a short sparse step is slower than the
-dense one, the schedule's `dense_tokens` is set to the length below which it is: a request decodes
-densely by its own length alone, whatever its batch, so that reports, audit and trainer count by
-the schedule, as ever.
-"""
+"""Decode steps by the stock kernel, as long as no request of the batch leaves a page out. Each
+batch size is captured twice, sparse and dense. Where a short sparse step is slower than the dense
+one, the schedule's `dense_tokens` is set to the length below which it is: a request decodes densely
+by its own length alone, whatever its batch, so that reports, audit and trainer count by the
+schedule, as ever."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,10 +51,8 @@ class DecodeGraphs(DecodeCudaGraphRunner):
 
 
 def measure_dense_tokens(runner: "ModelRunner") -> int:
-    """Up to which length sparse steps are slower than dense ones, in whole pages; 0 if nowhere.
-
-    No request may run.
-    """
+    """Up to which length sparse steps are slower than dense ones, in whole pages; 0 if nowhere. No
+    request may run."""
     graphs, model = runner.decode_cuda_graph_runner, runner.model_config
     if (
         not isinstance(graphs, DecodeGraphs)
@@ -81,9 +77,7 @@ def measure_dense_tokens(runner: "ModelRunner") -> int:
 
 def crossover(lengths: list[int], ratios: list[float]) -> int:
     """The length up to which the ratio of sparse to dense seconds exceeds `TOLERANCE`, or 0.
-
-    Halfway between the first of the ascending `lengths` where it does not and the one before.
-    """
+    Halfway between the first of the ascending `lengths` where it does not and the one before."""
     for index, ratio in enumerate(ratios):
         if ratio <= TOLERANCE:
             return (lengths[index - 1] + lengths[index]) // 2 if index else 0

@@ -1,12 +1,9 @@
-"""Exact acceptance rates of sparse generations, computed in the server that makes them.
-
-The acceptance rate of a token needs the whole sparse and the whole dense distribution; top-k lists
-only bound it. So the server keeps the last hidden state of every decode step of a generation,
-prefills the same tokens again, densely, and compares the output layer's logits of both. Only the
-rates leave the device. The requests for it are in `mismatch/exact_rates.py`.
-
-The cost is a copy of [batch, hidden size] per decode step, and `record_bytes` of memory.
-"""
+"""Exact acceptance rates of sparse generations, computed in the server that makes them. The
+acceptance rate of a token needs the whole sparse and the whole dense distribution; top-k lists only
+bound it. So the server keeps the last hidden state of every decode step of a generation, prefills
+the same tokens again, densely, and compares the output layer's logits of both. Only the rates leave
+the device. The requests for it are in `mismatch/exact_rates.py`. The cost is a copy of [batch,
+hidden size] per decode step, and `record_bytes` of memory."""
 
 import functools
 import logging
@@ -83,11 +80,9 @@ def keep_or_compare(
     *args: Any,
     **kwargs: Any,
 ) -> "LogitsProcessorOutput":
-    """AROUND hook: keep or compare last hidden states, where every forward pass has them.
-
-    Decode passes run through here while their CUDA graph is captured, after warm-up passes;
-    `customized_info` has one entry per request.
-    """
+    """AROUND hook: keep or compare last hidden states, where every forward pass has them. Decode
+    passes run through here while their CUDA graph is captured, after warm-up passes;
+    `customized_info` has one entry per request."""
     state = PROCESS.scheduler
     if state is not None and state.record is not None and batch.forward_mode.is_decode():
         with _guarded(state):
@@ -183,11 +178,9 @@ class StepRecord:
     def assign(
         self, rows: Sequence[int], places: Sequence[Place | None], sampled: Sequence[int]
     ) -> None:
-        """Set the slots that the requests in these rows of the token table record into.
-
-        A place of None means that a request records nowhere. The requests are about to be
-        prefilled; `sampled` are their numbers of response tokens so far, 0 unless retracted.
-        """
+        """Set the slots that the requests in these rows of the token table record into. A place of
+        None means that a request records nowhere. The requests are about to be prefilled; `sampled`
+        are their numbers of response tokens so far, 0 unless retracted."""
         import torch
 
         values = [[self._nowhere] * 3 for _ in rows]
@@ -201,11 +194,9 @@ class StepRecord:
         self._places[index] = torch.tensor(values, device=self._places.device)
 
     def keep(self, hidden: "torch.Tensor", rows: "torch.Tensor", lengths: "torch.Tensor") -> None:
-        """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B].
-
-        Reads and writes at fixed addresses, so that it can be part of a CUDA graph, in five small
-        kernels.
-        """
+        """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B]. Reads
+        and writes at fixed addresses, so that it can be part of a CUDA graph, in five small
+        kernels."""
         offset, first, last = self._places.index_select(0, rows).unbind(-1)
         # Graphs pad with lengths below that of any prompt. No state at `first` is compared.
         index = (offset + lengths).clamp(first, last)
@@ -220,10 +211,8 @@ class StepRecord:
         logits: "Callable[[torch.Tensor], torch.Tensor]",
     ) -> list[float | None]:
         """Rates of response tokens 1 to T - 1 of one request, from its dense hidden states.
-
         `hidden` is [C, H], of the positions from `prefix` on; rates of earlier chunks are kept. A
-        rate is None, as JSON has no NaN, where no decode step was recorded.
-        """
+        rate is None, as JSON has no NaN, where no decode step was recorded."""
         import torch
 
         slot, prompt = place

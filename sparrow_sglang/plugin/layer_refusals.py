@@ -105,10 +105,8 @@ def _scale(layer: Any, name: str) -> float:
 
 
 def _sinks(parent: "torch.nn.Module", layer: Any) -> Iterator[tuple[str, Any]]:
-    """Shapes of learned sinks, which models hold beside the layer and pass with each call.
-
-    Leaves out sinks like those of gpt-oss, one logit per query head, which the sparse step takes.
-    """
+    """Shapes of learned sinks, which models hold beside the layer and pass with each call. Leaves
+    out sinks like those of gpt-oss, one logit per query head, which the sparse step takes."""
     for name, value in (*parent.named_parameters(recurse=False), *vars(parent).items()):
         known = name == "sinks" and tuple(value.shape) == (layer.tp_q_head_num,)
         if "sink" in name and hasattr(value, "shape") and not known:

@@ -27,10 +27,8 @@ def largest_batch(runner: "ModelRunner") -> int:
 
 
 def timed_lengths(runner: "ModelRunner", batch: int, longest: int) -> Iterator[int]:
-    """Two lengths per octave up to `longest` of which `batch` requests fit into the KV pool.
-
-    All are multiples of 512, and so of the page size.
-    """
+    """Two lengths per octave up to `longest` of which `batch` requests fit into the KV pool. All
+    are multiples of 512, and so of the page size."""
     for octave in range(longest.bit_length()):
         for tokens in (_SHORTEST << octave, (_SHORTEST << octave) * 3 // 2):
             if tokens <= longest and batch * tokens <= runner.max_total_num_tokens:
@@ -43,9 +41,7 @@ def requests_in_pool(
 ) -> Iterator[torch.Tensor]:
     """Within, the first `batch` rows of the token table hold `tokens` distinct slots each, and the
     slot of padding for `new` tokens after them, so that passes over these leave the pool as it is.
-
-    `tokens` is one of `timed_lengths`. Yields the rows, [batch] int64.
-    """
+    `tokens` is one of `timed_lengths`. Yields the rows, [batch] int64."""
     rows = runner.req_to_token_pool.req_to_token[:batch, : tokens + new]
     before = rows.clone()
     slots = torch.arange(batch * tokens, dtype=rows.dtype, device=rows.device)

@@ -1,8 +1,6 @@
-"""Entry point of SGLang's platforms, which SGLang runs during `import sglang`.
-
-It gives SGLang a platform where there is no accelerator, and installs our command-line arguments.
-SGLang is only half imported at that moment, so this file must not import it at the top.
-"""
+"""Entry point of SGLang's platforms, which SGLang runs during `import sglang`. It gives SGLang a
+platform where there is no accelerator, and installs our command-line arguments. SGLang is only half
+imported at that moment, so this file must not import it at the top."""
 
 import importlib.util
 import os

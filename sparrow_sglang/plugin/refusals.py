@@ -1,7 +1,5 @@
-"""Arguments and models that the backend refuses, because it would decode wrongly.
-
-One sentence per problem names field, value, reason and remedy.
-"""
+"""Arguments and models that the backend refuses, because it would decode wrongly. One sentence per
+problem names field, value, reason and remedy."""
 
 import os
 from collections.abc import Callable
@@ -338,9 +336,7 @@ def _lacks_triton() -> bool:
 
 def _has_other_windows(model_config: "ModelConfig") -> bool:
     """Whether SGLang's pool for windows holds other layers or heads than we take to have windows.
-
-    SGLang's lists of layers may cover this pipeline stage only.
-    """
+    SGLang's lists of layers may cover this pipeline stage only."""
     windows = set(window_layers(model_config.hf_text_config))
     in_windows = getattr(model_config, "swa_attention_layer_ids", None)
     whole = getattr(model_config, "full_attention_layer_ids", None)

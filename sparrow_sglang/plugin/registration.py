@@ -1,8 +1,6 @@
-"""Entry point of SGLang's plugins: makes the attention backend `sparrow` known to SGLang.
-
-SGLang calls `register` once in the launching process and in every scheduler. It only logs errors of
-plugins and hooks, so the backend's factory checks for such errors and refuses to start.
-"""
+"""Entry point of SGLang's plugins: makes the attention backend `sparrow` known to SGLang. SGLang
+calls `register` once in the launching process and in every scheduler. It only logs errors of
+plugins and hooks, so the backend's factory checks for such errors and refuses to start."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -72,10 +70,8 @@ def register() -> None:
 
 
 def build_backend(runner: "ModelRunner") -> "AttentionBackend":
-    """The backend's factory, called in every scheduler once model and KV pool exist.
-
-    Raises `RuntimeError` if the plugin did not load as a whole, `InputError` on what is refused.
-    """
+    """The backend's factory, called in every scheduler once model and KV pool exist. Raises
+    `RuntimeError` if the plugin did not load as a whole, `InputError` on what is refused."""
     refuse(version_problems())
     view, model_config = resolved(runner.server_args), runner.model_config
     if PROCESS.error is None and is_lossless(view):

@@ -1,9 +1,7 @@
-"""What a tokenised request must be like before it leaves the launching process.
-
-SGLang's schedulers trust what they receive: a field of another type, or a number out of range, ends
-the scheduler, and with it all requests. So each field is compared here with the type that SGLang's
-own class gives it, and with a range. Fields that would keep a process busy for seconds are bounded.
-"""
+"""What a tokenised request must be like before it leaves the launching process. SGLang's schedulers
+trust what they receive: a field of another type, or a number out of range, ends the scheduler, and
+with it all requests. So each field is compared here with the type that SGLang's own class gives it,
+and with a range. Fields that would keep a process busy for seconds are bounded."""
 
 import math
 import re
@@ -146,10 +144,8 @@ _MANY = 8
 
 
 def regex_problem(pattern: str) -> str | None:
-    """Why `re` may need exponential time to search for `pattern`; None if it does not.
-
-    SGLang searches the whole response in the scheduler, after each step.
-    """
+    """Why `re` may need exponential time to search for `pattern`; None if it does not. SGLang
+    searches the whole response in the scheduler, after each step."""
     if _is_slow(_parser.parse(pattern), 1, False)[0]:
         return "expected no unbounded repeats that are nested, or next to each other"
     return None
@@ -157,10 +153,8 @@ def regex_problem(pattern: str) -> str | None:
 
 def _is_slow(parts: Any, repeats: int, follows: bool) -> tuple[bool, bool]:
     """Whether parts that repeat up to `repeats` times can match one text in very many ways.
-
     `follows`: an unbounded repeat precedes, with nothing between that must match. The second result
-    says the same of what comes after the parts.
-    """
+    says the same of what comes after the parts."""
     slow = False
     for kind, argument in parts:
         name = str(kind)

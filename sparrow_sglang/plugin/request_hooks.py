@@ -1,8 +1,6 @@
 """Hooks of the launching process that check each request and report the KV read in its answer.
-
 SGLang answers their errors with HTTP 400. The KV read is computed from the token counts in the
-answers, so the schedulers do nothing for it.
-"""
+answers, so the schedulers do nothing for it."""
 
 import json
 import logging
@@ -45,10 +43,8 @@ logger = logging.getLogger("sparrow_sglang")
 def wrap_generate_request(
     original: Callable[..., Any], manager: "TokenizerManager", request: Any, *args: Any, **kw: Any
 ) -> Any:
-    """AROUND hook: turn errors of a wrong request into ValueErrors; add `meta_info["sparrow"]`.
-
-    All requests, of `Engine.generate` and of every route, pass through `generate_request`.
-    """
+    """AROUND hook: turn errors of a wrong request into ValueErrors; add `meta_info["sparrow"]`. All
+    requests, of `Engine.generate` and of every route, pass through `generate_request`."""
     answers = original(manager, request, *args, **kw)
     if server_state(manager) is None:
         return answers
@@ -58,11 +54,9 @@ def wrap_generate_request(
 def check_request(
     request: Any, manager: "TokenizerManager", given: Any, *args: Any, **kw: Any
 ) -> None:
-    """AFTER hook: refuse a request that this server cannot serve, and store its option.
-
-    The option stays valid, as the schedule cannot be switched until the request is finished. Every
-    part of a request passes through `_create_tokenized_object`. Raises `RequestError`.
-    """
+    """AFTER hook: refuse a request that this server cannot serve, and store its option. The option
+    stays valid, as the schedule cannot be switched until the request is finished. Every part of a
+    request passes through `_create_tokenized_object`. Raises `RequestError`."""
     state = server_state(manager)
     if state is None:
         return
@@ -96,10 +90,8 @@ def check_request(
 def report_in_response(
     response: Any, serving: Any, request: Any, answers: list[dict[str, Any]], *args: Any
 ) -> None:
-    """AFTER hook: add `metadata["sparrow"]` to a completion, beside the weight version.
-
-    An error response has no metadata.
-    """
+    """AFTER hook: add `metadata["sparrow"]` to a completion, beside the weight version. An error
+    response has no metadata."""
     usages = [answer["meta_info"].get(KEY) for answer in answers]
     if any(usages) and getattr(response, "metadata", None) is not None:
         response.metadata[KEY] = usages

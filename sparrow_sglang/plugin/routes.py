@@ -1,7 +1,5 @@
-"""The HTTP side: routes of this package's own calls, and one shape of errors.
-
-Every refusal of these routes and of those in `_CHECKED` has the body {"error": {"message": ...}}.
-"""
+"""The HTTP side: routes of this package's own calls, and one shape of errors. Every refusal of
+these routes and of those in `_CHECKED` has the body {"error": {"message": ...}}."""
 
 import inspect
 import json
@@ -64,11 +62,9 @@ def add_routes(app: "FastAPI") -> None:
 
 
 def with_checks(app: AsgiApp, path: str) -> AsgiApp:
-    """Wrap the app of a route of requests: refuse misplaced options, give errors one shape.
-
-    A stream that begins with an error becomes a response with the error's status, as SGLang checks
-    some requests only after it has sent the status 200.
-    """
+    """Wrap the app of a route of requests: refuse misplaced options, give errors one shape. A
+    stream that begins with an error becomes a response with the error's status, as SGLang checks
+    some requests only after it has sent the status 200."""
 
     async def answer(scope: Message, receive: Receive, send: Send) -> None:
         held: list[Message] = []

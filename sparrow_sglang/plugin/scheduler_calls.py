@@ -51,10 +51,8 @@ def scheduler_rpc(call: str) -> Callable[[Answer], Answer]:
 async def call_schedulers(
     manager: "TokenizerManager", call: str, fields: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The answer of each data-parallel rank to `call`, by `rank_name`.
-
-    Raises `ControlError` if some schedulers refused; the others may have done what was requested.
-    """
+    """The answer of each data-parallel rank to `call`, by `rank_name`. Raises `ControlError` if
+    some schedulers refused; the others may have done what was requested."""
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
     try:
@@ -74,10 +72,8 @@ async def call_schedulers(
 async def is_idle(
     manager: "TokenizerManager", wait_s: float = 0.0, retracted: bool = False
 ) -> bool:
-    """Whether no scheduler has a request left, after waiting at most `wait_s`.
-
-    With `retracted`, requests may be left that a pause has retracted, which hold no KV.
-    """
+    """Whether no scheduler has a request left, after waiting at most `wait_s`. With `retracted`,
+    requests may be left that a pause has retracted, which hold no KV."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -93,13 +89,10 @@ async def is_idle(
 async def drained(
     manager: "TokenizerManager", what: str, timeout_s: float | None = None
 ) -> AsyncIterator[float]:
-    """Within this context no request is answered and new ones are held back.
-
-    Waits for the running requests, unless they are paused, and logs that `what` waits. Yields how
-    long the scheduler may still need until it is idle, in seconds.
-
-    Raises `ControlError` if requests still run after `timeout_s`; new ones are served again.
-    """
+    """Within this context no request is answered and new ones are held back. Waits for the running
+    requests, unless they are paused, and logs that `what` waits. Yields how long the scheduler may
+    still need until it is idle, in seconds. Raises `ControlError` if requests still run after
+    `timeout_s`; new ones are served again."""
     async with manager.is_pause_cond:
         paused = manager.is_pause
     if paused:
@@ -159,10 +152,8 @@ def answer_call(
     original: Callable[..., None], scheduler: "Scheduler", message: "DumperControlReqInput"
 ) -> None:
     """AROUND hook: answer our messages, sent over SGLang's dumper control, which carries JSON.
-
     SGLang's channel for settings carries numbers only. All ranks of a replica handle a message at
-    the same point between two steps, and one of them answers.
-    """
+    the same point between two steps, and one of them answers."""
     answer = _answers.get(message.method)
     if answer is None:
         return original(scheduler, message)

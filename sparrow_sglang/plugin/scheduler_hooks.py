@@ -34,13 +34,10 @@ def remember_options(
     **kwargs: Any,
 ) -> None:
     """AFTER hook: put the options of a prefill's requests on the device, where decode reads them.
-
     Also announces decode batches to the guard, which refuses those that bypass the backend, and has
-    `exact_acceptance` note the requests of a prefill.
-
-    A step that is replayed from a CUDA graph knows of a request only its row in the token table,
-    which is assigned before the first prefill pass. `init_new` runs on the stream of its pass.
-    """
+    `exact_acceptance` note the requests of a prefill. A step that is replayed from a CUDA graph
+    knows of a request only its row in the token table, which is assigned before the first prefill
+    pass. `init_new` runs on the stream of its pass."""
     state = PROCESS.scheduler
     if state is None:
         _require_another_backend(model_runner)
@@ -66,10 +63,8 @@ def _require_another_backend(model_runner: "ModelRunner") -> None:
 
 
 def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "AbortReq") -> None:
-    """AROUND hook: abort the request of that id only.
-
-    SGLang aborts all requests whose ids begin with it, also when a client hangs up.
-    """
+    """AROUND hook: abort the request of that id only. SGLang aborts all requests whose ids begin
+    with it, also when a client hangs up."""
     others: list[tuple[Req, str]] = []
     if PROCESS.scheduler is not None and not message.abort_all:
         names = ("running_batch", "cur_batch", "last_batch")
@@ -93,12 +88,10 @@ def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "A
 
 
 def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len: int = 1) -> None:
-    """AROUND hook: end a request where decoding token by token would.
-
-    SGLang searches the text of a whole round for one stop string after the other, and for stop
-    tokens only then, so a later match in the round hides an earlier one. In the round that an abort
-    ends it searches nothing, and all tokens would be returned.
-    """
+    """AROUND hook: end a request where decoding token by token would. SGLang searches the text of a
+    whole round for one stop string after the other, and for stop tokens only then, so a later match
+    in the round hides an earlier one. In the round that an abort ends it searches nothing, and all
+    tokens would be returned."""
     if new_accepted_len <= 1:
         original(req, new_accepted_len)
         return
@@ -124,10 +117,8 @@ def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len:
 
 
 def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook: a session goes on after the returned tokens of its requests.
-
-    SGLang would go on after all tokens of their last round.
-    """
+    """BEFORE hook: a session goes on after the returned tokens of its requests. SGLang would go on
+    after all tokens of their last round."""
     for node in session.req_nodes.values():
         node.req.output_ids = node.req.output_ids_through_stop
 
@@ -135,18 +126,15 @@ def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:
 def keep_sparse_kv_private(
     req: "Req", tree_cache: "BasePrefixCache", **arguments: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """BEFORE hook: KV written while decoding sparsely must not become another request's prefix.
-
-    A finished request hands prompt and output to the prefix tree. KV of output tokens was computed
+    """BEFORE hook: KV written while decoding sparsely must not become another request's prefix. A
+    finished request hands prompt and output to the prefix tree. KV of output tokens was computed
     from only part of the context, so a later request would silently inherit the mismatch. The
     prompt's pages enter the tree after prefill, and stay; if the request ends at its prefill, this
-    hook inserts them. Lossless decoding leaves dense KV only, which may enter.
-
-    Other ways into the tree: `cache_unfinished_req` runs after prefill only,
-    over tokens that were prefilled (re-prefilled ones of a retracted request included); retraction
-    and aborted chunks pass is_insert=False; `strip_thinking_cache` inserts less; streaming
-    sessions, HiCache, disaggregation, diffusion models are refused at start-up.
-    """
+    hook inserts them. Lossless decoding leaves dense KV only, which may enter. Other ways into the
+    tree: `cache_unfinished_req` runs after prefill only, over tokens that were prefilled
+    (re-prefilled ones of a retracted request included); retraction and aborted chunks pass
+    is_insert=False; `strip_thinking_cache` inserts less; streaming sessions, HiCache,
+    disaggregation, diffusion models are refused at start-up."""
     without_insertion = sglang_versions.without_insertion(arguments)
     if PROCESS.scheduler is None or without_insertion is None or PROCESS.scheduler.lossless:
         return None
@@ -160,11 +148,9 @@ def keep_sparse_kv_private(
 
 
 def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
-    """Put the whole pages of what was prefilled into the prefix tree, unless they are in it.
-
-    SGLang does so after prefill unless the request has finished there. Under the overlap
-    scheduler such a request counts as decoded, as its first decode step has been launched already.
-    """
+    """Put the whole pages of what was prefilled into the prefix tree, unless they are in it. SGLang
+    does so after prefill unless the request has finished there. Under the overlap scheduler such a
+    request counts as decoded, as its first decode step has been launched already."""
     kv, prefilled = sglang_versions.kv_of(req), sglang_versions.prefilled_tokens(req)
     whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
     if getattr(kv, "mamba_pool_idx", None) is not None:
@@ -190,11 +176,9 @@ def reserve_landmarks(
 def reserve_landmarks_beside_windows(
     _: None, configurator: Any, kvc: "KVCacheConfigurator", *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook: as `reserve_landmarks`, where sliding windows have a pool of their own.
-
-    The pools are sized by two byte counts per token: per layer that keeps the whole KV, and over
-    all layers.
-    """
+    """AFTER hook: as `reserve_landmarks`, where sliding windows have a pool of their own. The pools
+    are sized by two byte counts per token: per layer that keeps the whole KV, and over all
+    layers."""
     if not uses_sparrow(kvc.server_args):
         return
     layers = configurator._full_layers_num
@@ -222,10 +206,8 @@ def reserve_decode_buffers(
     available_bytes: int, kvc: "KVCacheConfigurator", pre_model_load_memory: float
 ) -> int | None:
     """AFTER hook: the bytes of GPU memory that the KV pool may take, without the decode buffers.
-
     These are allocated later, and grow with the largest batch times the longest sequence: half a
-    GiB for 512 requests of 256K tokens and 8 KV heads.
-    """
+    GiB for 512 requests of 256K tokens and 8 KV heads."""
     if kvc.device != "cuda" or not uses_sparrow(kvc.server_args):
         return None
     import torch

@@ -1,8 +1,6 @@
 """Extend SGLang's `ServerArgs` by our backend, fields and checks; know its argument names.
-
 Frameworks build argument parsers and `ServerArgs` in processes that have only imported SGLang, so
-this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`.
-"""
+this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`."""
 
 import functools
 import importlib.abc
@@ -137,10 +135,8 @@ def engine_argument_types() -> dict[str, type | None]:
 
 
 def install() -> None:
-    """Teach the `ServerArgs` class our backend and fields; does nothing the second time.
-
-    Raises `RuntimeError` if this SGLang's ServerArgs cannot be extended.
-    """
+    """Teach the `ServerArgs` class our backend and fields; does nothing the second time. Raises
+    `RuntimeError` if this SGLang's ServerArgs cannot be extended."""
     from sglang.srt import server_args as module
 
     cls: Any = module.ServerArgs
@@ -265,10 +261,8 @@ def _check_model_config(cls: Any) -> None:
 
 
 def _pass_for_one_with_sinks(owner: Any, name: str) -> None:
-    """Have `owner`'s function of that name return another name than that of our backend.
-
-    SGLang serves models with attention sinks only with backends that it knows by name.
-    """
+    """Have `owner`'s function of that name return another name than that of our backend. SGLang
+    serves models with attention sinks only with backends that it knows by name."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -30,10 +30,8 @@ def announce(line: str) -> None:
 
 
 def keep_warnings() -> None:
-    """Let this package's warnings through: an engine raises the root logger's level.
-
-    A level that the user has chosen for this package stays.
-    """
+    """Let this package's warnings through: an engine raises the root logger's level. A level that
+    the user has chosen for this package stays."""
     if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.WARNING)
 

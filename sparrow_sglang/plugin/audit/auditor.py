@@ -1,7 +1,5 @@
 """The audit of a running server: some finished requests are scored again densely on that server.
-
-Runs in the process of SGLang's TokenizerManager, and does not change what users receive.
-"""
+Runs in the process of SGLang's TokenizerManager, and does not change what users receive."""
 
 import asyncio
 import logging
@@ -56,14 +54,11 @@ logger = logging.getLogger("sparrow_sglang")
 
 
 class Auditor:
-    """Chooses requests, has the scheduler record them, scores them again when there is room.
-
-    There is room when no user's request runs, or when the score stays within BUSY_SHARE of the
-    tokens that users' requests took. `rate` is the share of auditable requests to audit; at 0 only
-    the load is published.
-
-    Everything runs on the event loop of SGLang's TokenizerManager except writing the log.
-    """
+    """Chooses requests, has the scheduler record them, scores them again when there is room. There
+    is room when no user's request runs, or when the score stays within BUSY_SHARE of the tokens
+    that users' requests took. `rate` is the share of auditable requests to audit; at 0 only the
+    load is published. Everything runs on the event loop of SGLang's TokenizerManager except writing
+    the log."""
 
     def __init__(
         self,
@@ -144,10 +139,8 @@ class Auditor:
     @asynccontextmanager
     async def held_back(self, new_weights: bool = False) -> AsyncIterator[None]:
         """Within this context no score runs or starts, and the scheduler is done with the last one.
-
         A score in flight is aborted; with `new_weights` no response of the old weights is scored
-        afterwards. Waits at most _ABORT_S and _IDLE_S.
-        """
+        afterwards. Waits at most _ABORT_S and _IDLE_S."""
         self._holds += 1
         self._held_since = self._held_since or time.monotonic()
         if new_weights:

@@ -18,10 +18,8 @@ _OTHER_INPUT = ("input_embeds", "mm_inputs", "session_params", "positional_embed
 
 @dataclass
 class RecordedRequest:
-    """An audited request, running or finished; its decode steps are recorded in `slot`.
-
-    `dp_rank` is the replica that serves it. A `lost` request will not be scored.
-    """
+    """An audited request, running or finished; its decode steps are recorded in `slot`. `dp_rank`
+    is the replica that serves it. A `lost` request will not be scored."""
 
     request_id: str
     prompt: "array[int]"
@@ -34,11 +32,9 @@ class RecordedRequest:
 
 
 class AuditQueue:
-    """Requests that are being recorded, and recorded ones that wait for their score.
-
-    Each holds a slot from its start until it is scored or dropped. Requests for which no slot is
-    free, or that are cleared, count as dropped in `outcomes`.
-    """
+    """Requests that are being recorded, and recorded ones that wait for their score. Each holds a
+    slot from its start until it is scored or dropped. Requests for which no slot is free, or that
+    are cleared, count as dropped in `outcomes`."""
 
     def __init__(self, outcomes: Counter[str]) -> None:
         self._outcomes = outcomes
@@ -86,10 +82,8 @@ class AuditQueue:
         self._free.append(request.slot)
 
     def clear(self) -> None:
-        """Drop all requests that have begun so far, as the weights or the schedule change.
-
-        Running ones keep their slots until they end, as their steps are still recorded.
-        """
+        """Drop all requests that have begun so far, as the weights or the schedule change. Running
+        ones keep their slots until they end, as their steps are still recorded."""
         for request in self._recording.values():
             request.lost = True
         while self._waiting:
@@ -118,11 +112,9 @@ def _set_custom_params(request: "TokenizedGenerateReqInput", params: dict[str, A
 def skip_reason(
     request: "TokenizedGenerateReqInput", option: RequestOption | None, active: BudgetSchedule
 ) -> str | None:
-    """Why a request cannot be audited, one of `statistics.SKIPPED`; None if it can.
-
-    The rates compare the model's own distributions along whatever was sampled, so that sampling
-    parameters, penalties, grammars do not matter.
-    """
+    """Why a request cannot be audited, one of `statistics.SKIPPED`; None if it can. The rates
+    compare the model's own distributions along whatever was sampled, so that sampling parameters,
+    penalties, grammars do not matter."""
     if active.is_dense:
         return "dense"
     if option is None or option.schedule != active or option.kv_budget_tokens is not None:

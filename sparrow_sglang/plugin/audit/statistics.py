@@ -65,10 +65,8 @@ class AuditReport:
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
     def add(self, prompt: str, rows: NDArray[Any]) -> None:
-        """Count the sparsely decoded tokens among rows [T] of `mismatch_log.TOKEN_ROW`.
-
-        They are one response to `prompt`, any name for it.
-        """
+        """Count the sparsely decoded tokens among rows [T] of `mismatch_log.TOKEN_ROW`. They are
+        one response to `prompt`, any name for it."""
         decoded = ~np.isnan(rows["acceptance_rate"])
         bins = token_bins(self.schedule, int(rows["position"][0]), len(rows))[decoded]
         self._tails.add(prompt, bins, rows["acceptance_rate"][decoded])
@@ -102,11 +100,9 @@ class AuditReport:
 
     def _look(self, index: int) -> None:
         """Warn of a bin if even the upper end of its tail's interval lies below the target.
-
         Repeated looks at a tail that equals the target would see it fall below by chance, so look
         again only after the tokens have doubled, and spend FALSE_WARNINGS on all looks together:
-        one part in k (k + 1) on the k-th.
-        """
+        one part in k (k + 1) on the k-th."""
         target, statistics = self.schedule.tail_target, self._tails
         tokens = statistics.tokens()[index]
         if target is None or tokens < self._next_look.get(index, WELL_FILLED_TOKENS):
@@ -142,12 +138,10 @@ class AuditReport:
 
 @functools.cache
 def _prometheus_gauges() -> dict[str, Any]:
-    """Create the gauges once per process, as Prometheus lets a name be registered only once.
-
-    Under SGLang the values lie in files, where labels cannot be removed, so NaN marks those of
-    another schedule, which are left out when the files are read. prometheus_client looks for the
-    folder of these files when it is imported, and SGLang sets it only while it starts.
-    """
+    """Create the gauges once per process, as Prometheus lets a name be registered only once. Under
+    SGLang the values lie in files, where labels cannot be removed, so NaN marks those of another
+    schedule, which are left out when the files are read. prometheus_client looks for the folder of
+    these files when it is imported, and SGLang sets it only while it starts."""
     from prometheus_client import Gauge
     from prometheus_client.multiprocess import MultiProcessCollector
 

@@ -1,7 +1,5 @@
-"""SGLang's paged KV allocator without its Triton kernels.
-
-For SGLang up to 0.5.20; the allocator of 0.5.23 has no need of them on a platform without Triton.
-"""
+"""SGLang's paged KV allocator without its Triton kernels. For SGLang up to 0.5.20; the allocator of
+0.5.23 has no need of them on a platform without Triton."""
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive

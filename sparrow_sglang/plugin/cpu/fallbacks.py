@@ -76,12 +76,9 @@ def no_binding(*args: Any, **kwargs: Any) -> None:
 
 
 def prepare_rank(*, tp_size: int | None = None, **kwargs: Any) -> None:
-    """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always.
-
-    Also turns compilation off: SGLang would compile gpt-oss's experts and llguidance's mask
-    whatever the platform says, which needs a C++ compiler, and up to half a minute at the
-    first request.
-    """
+    """REPLACE hook: SGLang calls kernels that only its CPU engine has, on Arm always. Also turns
+    compilation off: SGLang would compile gpt-oss's experts and llguidance's mask whatever the
+    platform says, which needs a C++ compiler, and up to half a minute at the first request."""
     torch.compiler.set_stance("force_eager")
     tp_size = tp_size or ranks(None).tp_size
     if tp_size > 1:

@@ -1,8 +1,6 @@
-"""Stock SGLang on a machine without an accelerator, in plain torch.
-
-SGLang's own CPU engine needs Intel AMX; its other platforms need a device. This platform replaces
-Triton kernels by torch. Attention is SGLang's torch_native, or `sparrow`.
-"""
+"""Stock SGLang on a machine without an accelerator, in plain torch. SGLang's own CPU engine needs
+Intel AMX; its other platforms need a device. This platform replaces Triton kernels by torch.
+Attention is SGLang's torch_native, or `sparrow`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,11 +1,9 @@
-"""Sampling of drafts, and their acceptance: speculative sampling along a chain.
-
-A draft x, sampled from q, is accepted with probability min(1, p(x) / q(x)), where p is the dense
-distribution; after the first rejection a token is drawn from max(p - q, 0), normalised. The tokens
-then have exactly the distribution p, whatever q is (arXiv 2302.01318, 2211.17192), so q may be
-restricted to some of the vocabulary. `kernels.py` does the same. Nothing waits for the device.
-B is the number of requests, k that of drafts, V the vocabulary, G the groups of candidates.
-"""
+"""Sampling of drafts, and their acceptance: speculative sampling along a chain. A draft x, sampled
+from q, is accepted with probability min(1, p(x) / q(x)), where p is the dense distribution; after
+the first rejection a token is drawn from max(p - q, 0), normalised. The tokens then have exactly
+the distribution p, whatever q is (arXiv 2302.01318, 2211.17192), so q may be restricted to some of
+the vocabulary. `kernels.py` does the same. Nothing waits for the device. B is the number of
+requests, k that of drafts, V the vocabulary, G the groups of candidates."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,9 +35,7 @@ class Outcome(NamedTuple):
 
 def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
     """The distributions from which requests sample, fp32, of `logits` [B, V] or [B, rows, V].
-
-    `info` has temperatures [B, 1], top_ks, top_ps and min_ps [B]: a greedy request has top_k 1.
-    """
+    `info` has temperatures [B, 1], top_ks, top_ps and min_ps [B]: a greedy request has top_k 1."""
     flat = logits.reshape(-1, logits.shape[-1])
     rows = len(flat) // len(logits)
     probs = torch.softmax(flat.float() / info.temperatures.repeat_interleave(rows, 0), dim=-1)
@@ -61,9 +57,7 @@ def truncates(info: "SamplingBatchInfo") -> bool:
 
 def _truncated(probs: torch.Tensor, info: "SamplingBatchInfo", rows: int) -> torch.Tensor:
     """`probs` [B * rows, V] after top-k, top-p and min-p, each defined as in SGLang's sampler.
-
-    Top-p counts the mass before truncation, except beside min-p in SGLang's sampler on a GPU.
-    """
+    Top-p counts the mass before truncation, except beside min-p in SGLang's sampler on a GPU."""
     parameters = info.top_ks, info.top_ps, info.min_ps
     top_ks, top_ps, min_ps = (values.repeat_interleave(rows) for values in parameters)
     if probs.is_cuda:
@@ -120,10 +114,8 @@ class Drafts:
         self.q = torch.empty(shape, device=device)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Sample the next draft of each request from the logits [B, V] of a sparse step.
-
-        Returns its row of `tokens`, which may be written.
-        """
+        """Sample the next draft of each request from the logits [B, V] of a sparse step. Returns
+        its row of `tokens`, which may be written."""
         number, self.count = self.count, self.count + 1
         best, ids = candidates(logits)
         self.ids[:, number] = ids
@@ -132,11 +124,9 @@ class Drafts:
         return self.tokens[number + 1]
 
     def verify(self, logits: torch.Tensor) -> Outcome:
-        """Accept a prefix of the drafts in sequence, and draw the token after it.
-
-        `logits` [B, k + 1, V] are those of the dense pass: row j follows j drafts. Rows behind the
-        last draft are ignored.
-        """
+        """Accept a prefix of the drafts in sequence, and draw the token after it. `logits` [B, k +
+        1, V] are those of the dense pass: row j follows j drafts. Rows behind the last draft are
+        ignored."""
         count = self.count
         p = distribution(logits[:, : count + 1], self.info)
         tokens, ids, q = self.tokens[1 : count + 1].T, self.ids[:, :count], self.q[:, :count]

@@ -1,7 +1,5 @@
-"""How many tokens a round drafts, by its costs and by the drafts accepted lately.
-
-Deterministic in what it is given, so that the ranks of a model agree without a message.
-"""
+"""How many tokens a round drafts, by its costs and by the drafts accepted lately. Deterministic in
+what it is given, so that the ranks of a model agree without a message."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,11 +19,8 @@ _DECAY = 0.9
 
 
 def best_drafts(seconds: Any, acceptance: float) -> int:
-    """The number of drafts with most tokens per second (arXiv 2211.17192).
-
-    `seconds` [most + 1] are those of rounds with 0, 1, ... drafts, each accepted with a probability
-    of `acceptance`.
-    """
+    """The number of drafts with most tokens per second (arXiv 2211.17192). `seconds` [most + 1] are
+    those of rounds with 0, 1, ... drafts, each accepted with a probability of `acceptance`."""
     rates = np.cumsum(acceptance ** np.arange(len(seconds))) / seconds
     best = int(rates.argmax())
     return best if rates[best] > GAIN * rates[0] else 0
@@ -90,11 +85,9 @@ class Pace:
         return drafts
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> tuple[int, int]:
-        """Take the drafts accepted of each request in a round that drafted so many.
-
-        Returns how many drafts were judged, which are those whose predecessors were accepted, and
-        how many of them were accepted.
-        """
+        """Take the drafts accepted of each request in a round that drafted so many. Returns how
+        many drafts were judged, which are those whose predecessors were accepted, and how many of
+        them were accepted."""
         hits = sum(accepted)
         judged = hits + sum(count < drafts for count in accepted)
         if drafts:
