@@ -51,7 +51,14 @@ def exit_on_sigterm() -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """`error` ends the process with exit code 2 and one line instead of the whole usage."""
+    """`error` ends the process with exit code 2 and one line instead of the whole usage, which
+    names the subcommand."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {shortened(message)}; see {self.prog} --help\n")

@@ -25,6 +25,7 @@ REFUSED = [
     (["srve"], "", "invalid choice: 'srve' (choose from 'serve', 'doctor'"),
     ([], "", "required: COMMAND"),
     (["plan"], "", "required: --model-path"),
+    (["plan", "--model-path", "m", "--tp", "3"], "", "sparrow plan: error: unrecognized"),
     (["bench"], "", "required: benchmark"),
     (["bench", "stp"], "", "'stp' (choose from 'step', 'rollout')"),
     (["bench", "--", "step"], "", "without --"),
