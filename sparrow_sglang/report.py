@@ -279,23 +279,21 @@ class Section:
     samples: list[tuple[str, str, str]] = field(default_factory=list)
 
     @contextmanager
-    def chart(
-        self, title: str, x_label: str, y_label: str, note: str = "", height: float = 2.8
-    ) -> Iterator[Any]:
-        """Axes for the block to plot on; `height` in inches, without a legend."""
+    def chart(self, title: str, x_label: str, y_label: str, note: str = "") -> Iterator[Any]:
+        """Axes for the block to plot on."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
         with rc_context(_STYLE | {"svg.hashsalt": title}):
             # At this width the text can be read on a phone.
-            figure = Figure(figsize=(4.5, height), layout="constrained")
+            figure = Figure(figsize=(4.5, 2.8), layout="constrained")
             axes = figure.subplots()
             axes.set(xlabel=x_label, ylabel=y_label, axisbelow=True)
             yield axes
             handles, labels = axes.get_legend_handles_labels()
             if len(labels) > 1:
                 columns = max(1, min(6, 60 // (max(map(len, labels)) + 7)))
-                figure.set_figheight(height + 0.2 * -(-len(labels) // columns))
+                figure.set_figheight(2.8 + 0.2 * -(-len(labels) // columns))
                 figure.legend(handles, labels, loc="outside lower center", ncols=columns)
             svg = io.StringIO()
             figure.savefig(svg, format="svg", metadata={"Date": None})

@@ -170,7 +170,9 @@ def calibration_job(options: CalibrationOptions) -> Job:
         raise CalibrationError(
             f"--bin-tokens={bin_tokens}: expected a multiple of the page size {page_size}"
         )
-    budgets = sorted(set(options.budgets or default_budgets(context, page_size)))
+    least = BudgetSchedule.drafts(page_size).least_pages * page_size
+    usual = [b for b in BUDGETS if least < b < context] or [least + page_size]
+    budgets = sorted(set(options.budgets or usual))
     suffix = "" if options.rule == PUBLISHED else f"-{options.rule}"
     return _job(
         options,
@@ -277,8 +279,7 @@ def _job(
         samples=samples,
         # Everything that the measurements depend on: a work folder belongs to one set of settings.
         settings={
-            "model": _identity(options.model_path, model["path"]),
-            "weights": _weights(options.model_path),
+            **_identity(options.model_path, model["path"]),
             "device": device_name(),
             "dtype": engine_dtype(options.engine_args)
             or str(model_value(model["hf_config"], "dtype")),
@@ -323,11 +324,6 @@ def _model(options: CalibrationOptions) -> dict[str, Any]:
     return {"path": path, "hf_config": config, "context": int(context)}
 
 
-def default_budgets(context: int, page_size: int) -> list[int]:
-    least = BudgetSchedule.fixed(context * page_size, page_size).least_pages * page_size
-    return [b for b in BUDGETS if least < b < context] or [least + page_size]
-
-
 def engine_dtype(engine_args: dict[str, Any]) -> str | None:
     """The dtype that the engine computes in; None for the model's own. Without a GPU that is
     float32, which is fastest on most CPUs."""
@@ -337,17 +333,12 @@ def engine_dtype(engine_args: dict[str, Any]) -> str | None:
     return dtype or (None if torch.cuda.is_available() else "float32")
 
 
-def _identity(spec: str, path: str) -> str:
+def _identity(spec: str, path: str) -> dict[str, str]:
     """A model's full path if it is a folder, else its name: all checkpoints of a run are in folders
-    called `model`, but an embedded model is in this machine's cache."""
-    if Path(spec).is_dir():
-        return str(Path(path).resolve())
-    return spec if path == spec else Path(path).name
-
-
-def _weights(spec: str) -> str:
+    called `model`, but an embedded model is in this machine's cache. And a digest of weights."""
     if not Path(spec).is_dir():
-        return ""
+        return {"model": spec if path == spec else Path(path).name, "weights": ""}
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(spec).glob(kind)]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
+    digest = hashlib.sha256(repr(stats).encode()).hexdigest()
+    return {"model": str(Path(path).resolve()), "weights": digest}

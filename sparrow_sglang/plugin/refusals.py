@@ -196,16 +196,13 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
         parent = next(path for path in (folder, *folder.parents) if path.exists())
         if not log or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             problems.append(f"sparrow_audit_log={log!r}: expected a folder that can be written to")
-    if server_args.sparrow_audit_rate and server_args.pp_size > 1:
+    audited = server_args.sparrow_audit_rate
+    if audited and server_args.pp_size > 1:
         problems.append(
             f"pp_size={server_args.pp_size} with --sparrow-audit-rate: SGLang does not return what"
             " the last stage measures; pass --sparrow-audit-rate 0"
         )
-    if (
-        server_args.sparrow_audit_rate
-        and server_args.enable_dp_attention
-        and not server_args.enable_dp_lm_head
-    ):
+    if audited and server_args.enable_dp_attention and not server_args.enable_dp_lm_head:
         problems.append(
             "enable_dp_attention with --sparrow-audit-rate: a replica computes no logits alone;"
             " pass --enable-dp-lm-head"
