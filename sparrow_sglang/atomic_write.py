@@ -55,8 +55,7 @@ def write_text(target: Path, content: str) -> None:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Write a value as indented JSON, with each deep list of integers on one line. Raises
-    `OSError`."""
+    """Write indented JSON, with each deep list of integers on one line. Raises `OSError`."""
     text = json.dumps(value, indent=1) + "\n"
     write_text(target, _DEEP_NUMBERS.sub(_on_one_line, text))
 

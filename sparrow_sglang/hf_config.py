@@ -41,8 +41,7 @@ def num_kv_heads_of(hf_config: Any) -> int:
 
 def layer_types_of(hf_config: Any) -> tuple[str, ...]:
     """The kind of each layer's attention, such as "full_attention"; empty if the config names none.
-    For models with linear attention, SGLang's own configs say only that every n-th layer has full
-    attention."""
+    With linear attention, SGLang's own configs say only that each n-th layer has full attention."""
     text = text_config(hf_config)
     interval = config_value(text, "full_attention_interval")
     if named := config_value(text, "layer_types"):

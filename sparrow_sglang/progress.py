@@ -38,8 +38,7 @@ class Progress:
             print(f"{time.strftime('%H:%M:%S')} {self.where}{stage}", file=sys.stderr, flush=True)
 
     def counter(self, stage: str, total: int, things: str) -> Callable[..., None]:
-        """A function that counts on by 1, or by its argument, and shows how many of `total` things
-        are done."""
+        """A function that counts on by 1, or by its argument, and shows the count."""
         done = 0
 
         def finished(count: int = 1) -> None:

@@ -12,8 +12,7 @@ RUN_FILE = "run.json"
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts noted in a run.json, in order; none if there is no such file. Raises `ValueError`
-    if it holds something else."""
+    """The starts noted in a run.json, if there is one. Raises `ValueError` on other content."""
     if not path.exists():
         return []
     try:

@@ -1,6 +1,5 @@
-"""Which SGLang is installed, and whether it is too old. Versions nobody has tried are not refused
-here: `sparrow_sglang.plugin.registration` probes what the hooks need of them. SGLang is not
-imported."""
+"""Which SGLang is installed, and whether it is too old, without importing it. Untested versions are
+not refused here: `sparrow_sglang.plugin.registration` probes what the hooks need of them."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec

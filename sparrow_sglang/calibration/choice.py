@@ -44,9 +44,8 @@ def holds(tail: BinTail, target: float) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredTails:
-    """Tails under fixed budgets, by KV budget in tokens and bin, and how they are judged.
-    `min_tokens` is what a bin needs to be judged, `least_weight` the smallest share of the budget
-    that a sparse layer reads."""
+    """Tails under fixed budgets, by KV budget in tokens and bin. A bin needs `min_tokens` to be
+    judged; `least_weight` is the smallest share of the budget that a sparse layer reads."""
 
     by_budget: Mapping[int, Mapping[int, BinTail]]
     bin_tokens: int

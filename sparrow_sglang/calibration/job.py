@@ -52,8 +52,7 @@ _OWN_ARGUMENTS = ("page_size", "random_seed", "sparrow_schedule", "dp_size")
 @dataclass(frozen=True)
 class CalibrationOptions:
     """The options of `sparrow calibrate`, named as its flags are; what is empty has a default.
-    Raises `CalibrationError` on a target that is none, and on options that a check does not
-    take."""
+    Raises `CalibrationError` on a target out of range, and on options that a check refuses."""
 
     model_path: str = EMBEDDED_MODEL_NAME
     prompts: Path | None = None

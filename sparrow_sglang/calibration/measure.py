@@ -108,8 +108,7 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
 def take_signals_back(engine: Any) -> None:
     """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and leave
     SIGTERM to the handler that it has. SGLang's own handlers kill this process without a message,
-    and wait for all requests. They would miss a signal while no call waits, also after the engine
-    has ended."""
+    wait for all requests, and miss a signal while no call waits, also after the engine's end."""
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 
     class StopLoop(SignalHandler):

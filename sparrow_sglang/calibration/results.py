@@ -125,8 +125,7 @@ def check_schedule(
     """Tail per bin of generations under the schedule, against the target, as JSON values. A bin
     "holds" if its tail reaches the target, "fails" if its whole confidence interval lies below, and
     is "undecided" in between; "too few tokens" or "too few prompts" where it cannot be judged,
-    "dense" where every layer reads the whole bin. `holds` is true if no bin fails and at least one
-    holds."""
+    "dense" where every layer reads all of it. `holds`: no bin fails, and at least one holds."""
     width, page = tail_bin_tokens(schedule), schedule.page_size
     tails = bin_tails(generations, width, page)
     bins = tails.keys() | (

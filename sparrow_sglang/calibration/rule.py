@@ -28,8 +28,7 @@ _LEAST_SENSITIVITY = 1e-4
 
 @dataclass(frozen=True)
 class RuleChoice:
-    """The chosen rule, its evidence for a schedule's provenance, and dense layers with partial ones
-    among them."""
+    """The chosen rule, its evidence for a schedule's provenance, and dense and partial layers."""
 
     selection: SelectionRule
     dense_layers: tuple[int, ...]
@@ -97,9 +96,8 @@ def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list
 
 
 def layer_weights(sensitivity: Sequence[float], others: Sequence[int] = ()) -> list[float]:
-    """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers. If a
-    layer's loss falls as c / budget, this split minimises the total loss. `others`, which are dense
-    or partial, get 0."""
+    """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers: if a
+    layer's loss falls as c / budget, this minimises the total. Dense or partial `others` get 0."""
     root = np.sqrt(np.maximum(sensitivity, _LEAST_SENSITIVITY))
     root[list(others)] = 0.0
     sparse = len(root) - len(others)

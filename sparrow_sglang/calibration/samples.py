@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
-    """One generation of at most `new_tokens` tokens from `prompt` under `schedule`. A `switched`
-    schedule is made the active one; otherwise it is a fixed budget that the request asks for, so
-    that all budgets share batches."""
+    """One generation of at most `new_tokens` tokens. A `switched` schedule is made the active one;
+    another is a fixed budget that the request names, so that all budgets share batches."""
 
     number: int
     prompt: Prompt
@@ -42,9 +41,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Sparsely decoded tokens of one generation. `cached` int64 [T] is the number of cached tokens
-    that the step attended to, which determines the schedule's bin; `rates` float64 [T] are the
-    steps' acceptance rates."""
+    """Sparsely decoded tokens of one generation: `cached` int64 [T], which their steps attended to
+    and which determine the schedule's bins, and `rates` of acceptance, float64 [T]."""
 
     prompt: str
     cached: NDArray[np.int64]
@@ -81,8 +79,7 @@ def plan_samples(
 
 class WorkFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Raises `CalibrationError` if the folder has measurements of other settings or cannot be
-        written."""
+        """Raises `CalibrationError` on a folder of other settings, or that cannot be written."""
         self.path = path
         target = path / SETTINGS
         try:

@@ -1,7 +1,6 @@
-"""Dense log-probs and mean acceptance of sequences, on the server that generated them sparsely. For
+"""Dense log-probs and mean acceptance of sequences, on the server that generated them sparsely, for
 training loops other than ours. Prefill is dense, so a request that prefills prompt and response
-gives the dense log-probs of the weights that generated them. Exact rates, and their tails, come
-from the server's own audit."""
+gives the dense log-probs. Exact rates, and their tails, come from the server's own audit."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence

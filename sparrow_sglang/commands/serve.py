@@ -154,9 +154,8 @@ def _ready_lines(server_args: "ServerArgs") -> str:
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
-    """`argv` with our defaults in front, where the user's flags override them. The folder of an
-    embedded model, which is converted if necessary, goes to the end. Raises `ModelError` if it
-    cannot be."""
+    """`argv` with our defaults in front, where the user's flags override them, and the folder of an
+    embedded model, which is converted if necessary, at the end. Raises `ModelError`."""
     given: list[str] = []
     for word in argv:
         # SGLang knows the two words only, and would ignore the file silently.

@@ -54,8 +54,7 @@ def comparing_request(slot: int, prompt: Sequence[int], response: Sequence[int])
 
 def response_logprobs(answer: Mapping[str, Any], response: Sequence[int]) -> NDArray[np.float64]:
     """Dense log-probs [T] of a response, from the answer to a request that prefills it and returns
-    log-probs from the prompt's last token on. Raises `ValueError` if the answer is not about
-    exactly these response tokens."""
+    log-probs from the prompt's last token on. Raises `ValueError` on another response's answer."""
     # The first entry is the prompt's last token, for which SGLang gives no log-prob.
     entries = answer["meta_info"]["input_token_logprobs"][1:]
     # SGLang reports the vocabulary's last token as id 0 here, with the right log-prob.
@@ -69,9 +68,8 @@ def response_logprobs(answer: Mapping[str, Any], response: Sequence[int]) -> NDA
 
 def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
     """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
-    `comparing_request`. The first token comes from prefill. After a retraction, so does a later
-    one, whose rate is NaN. Raises `ValueError` if the server does not record, or has no such
-    slot."""
+    `comparing_request`. The first token comes from prefill; after a retraction so does a later one,
+    whose rate is NaN. Raises `ValueError` if the server does not record, or has no such slot."""
     rates = answer["meta_info"].get(RATES)
     if not rates or rates[0] is None:
         raise ValueError("the server lacks this slot: expected one started within `recording`")

@@ -1,5 +1,4 @@
-"""The lower tail of the acceptance rate: a percentile per position bin, with its interval. Imports
-neither torch nor SGLang."""
+"""The lower tail of the acceptance rate: a percentile per position bin, with its interval."""
 
 import zlib
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Which response tokens an acceptance tail counts, and the bin of positions that each belongs to.
-Audit, calibration and training count by the same rule, so that their tails can be compared. Imports
-neither torch nor SGLang."""
+Audit, calibration and training count by the same rule, so that their tails can be compared."""
 
 from collections.abc import Iterable
 from typing import TypeVar

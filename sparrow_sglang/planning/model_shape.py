@@ -118,8 +118,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the fields of a Hugging Face config.json. Raises `InputError` on a missing field, on
-        DeepSeek's experts and latent attention, and on a sliding window without `layer_types` that
-        say which layers have it."""
+        DeepSeek's experts and latent attention, and on a sliding window without `layer_types`."""
         config = text_config(config)
         windows = window_layers(config)
         refused = list(_REFUSED)

@@ -27,8 +27,7 @@ _BYTES_PER_VALUE = 2
 class StepBytes:
     """Bytes that one step of a batch reads, and of linear attention's states also writes. `read` is
     the mean of KV tokens that a layer with whole KV reads of a sequence; `scored` counts pages that
-    a layer scores, over its layers and the longest sequence; `sparse` counts layers that leave
-    something out."""
+    layers score of the longest sequence; `sparse` counts layers that leave something out."""
 
     weights: float
     kv: float
@@ -141,9 +140,9 @@ def lossless_ms(
     dense_ms: float, sparse_ms: float, acceptance: float, most: int
 ) -> tuple[float, int]:
     """Milliseconds a token of lossless decoding with the best number of drafts up to `most`, and
-    that number. A round of k drafts takes k sparse steps and `VERIFICATION` dense ones, and gives
-    (1 - a^(k + 1)) / (1 - a) tokens at the acceptance rate a below 1 (Leviathan et al., 2023). One
-    of no drafts is a dense step."""
+    that number. A round of k drafts takes k sparse steps and `VERIFICATION` dense ones, or a dense
+    step for k = 0, and gives (1 - a^(k + 1)) / (1 - a) tokens at the acceptance rate a below 1
+    (Leviathan et al., 2023)."""
     rounds = {0: dense_ms} | {
         k: (k * sparse_ms + VERIFICATION * dense_ms)
         * (1 - acceptance)

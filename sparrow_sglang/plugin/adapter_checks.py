@@ -71,9 +71,8 @@ def check_factor(
     name: str, tensor: "torch.Tensor", rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> tuple[str, str]:
     """The module and the side, A or B, of one of an adapter's tensors. Raises `ControlError` unless
-    it is a factor of this rank, and of the module's shape in `module_shapes` if it is there, whose
-    values are no threat. SGLang compares shapes only at the first request, where a wrong one ends
-    the scheduler."""
+    it is a factor of this rank, of small numbers, and of the module's shape if `shapes` has it.
+    SGLang compares shapes only at the first request, where a wrong one ends the scheduler."""
     named = FACTOR.fullmatch(name)
     if named is None:
         raise ControlError(
@@ -154,8 +153,7 @@ def check_weights(adapter: Any) -> None:
 
 
 def shapes_of(config: Any) -> Mapping[str, tuple[int, int]]:
-    """`module_shapes` of a scheduler's model; none where transformers cannot make it. The first
-    call takes a second or two."""
+    """`module_shapes` of a scheduler's model, in a second or two; none where they cannot be had."""
     if id(config) not in _shapes:
         try:
             _shapes[id(config)] = module_shapes(config)

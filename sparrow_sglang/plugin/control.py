@@ -1,6 +1,5 @@
 """Server side of run-time control: switch the schedule, check landmarks, measure rotary pairs.
-Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some the route
-/sparrow/<name>."""
+Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some a route."""
 
 import asyncio
 import logging

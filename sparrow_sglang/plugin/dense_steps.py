@@ -1,8 +1,7 @@
 """Decode steps by the stock kernel, as long as no request of the batch leaves a page out. Each
 batch size is captured twice, sparse and dense. Where a short sparse step is slower than the dense
 one, the schedule's `dense_tokens` is set to the length below which it is: a request decodes densely
-by its own length alone, whatever its batch, so that reports, audit and trainer count by the
-schedule, as ever."""
+by its own length, whatever its batch, so that reports, audit and trainer count by the schedule."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,8 +50,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
 
 
 def measure_dense_tokens(runner: "ModelRunner") -> int:
-    """Up to which length sparse steps are slower than dense ones, in whole pages; 0 if nowhere. No
-    request may run."""
+    """The tokens, in whole pages, up to which sparse steps are slower than dense ones, or 0."""
     graphs, model = runner.decode_cuda_graph_runner, runner.model_config
     if (
         not isinstance(graphs, DecodeGraphs)

@@ -194,9 +194,8 @@ class StepRecord:
         self._places[index] = torch.tensor(values, device=self._places.device)
 
     def keep(self, hidden: "torch.Tensor", rows: "torch.Tensor", lengths: "torch.Tensor") -> None:
-        """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B]. Reads
-        and writes at fixed addresses, so that it can be part of a CUDA graph, in five small
-        kernels."""
+        """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B]. All
+        addresses are fixed, so that it can be part of a CUDA graph: five small kernels."""
         offset, first, last = self._places.index_select(0, rows).unbind(-1)
         # Graphs pad with lengths below that of any prompt. No state at `first` is compared.
         index = (offset + lengths).clamp(first, last)

@@ -2,8 +2,7 @@
 plugin framework puts a function of ours BEFORE, AFTER or AROUND one of its own, or in its place
 (REPLACE). Except for `CPU_HOOKS`, which belong to our CPU platform, all do nothing in a process
 with another attention backend. `LOSSLESS_HOOKS`, of which one runs for each token of each request,
-are applied in schedulers of lossless decoding only. `plugin.server_args` changes `ServerArgs`,
-before that."""
+are applied in schedulers of lossless decoding only."""
 
 import inspect
 import operator

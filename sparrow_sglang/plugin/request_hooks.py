@@ -90,8 +90,7 @@ def check_request(
 def report_in_response(
     response: Any, serving: Any, request: Any, answers: list[dict[str, Any]], *args: Any
 ) -> None:
-    """AFTER hook: add `metadata["sparrow"]` to a completion, beside the weight version. An error
-    response has no metadata."""
+    """AFTER hook: add `metadata["sparrow"]` to a completion; an error response has no metadata."""
     usages = [answer["meta_info"].get(KEY) for answer in answers]
     if any(usages) and getattr(response, "metadata", None) is not None:
         response.metadata[KEY] = usages

@@ -90,8 +90,7 @@ def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "A
 def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len: int = 1) -> None:
     """AROUND hook: end a request where decoding token by token would. SGLang searches the text of a
     whole round for one stop string after the other, and for stop tokens only then, so a later match
-    in the round hides an earlier one. In the round that an abort ends it searches nothing, and all
-    tokens would be returned."""
+    in the round hides an earlier one. In the round that an abort ends it searches nothing."""
     if new_accepted_len <= 1:
         original(req, new_accepted_len)
         return
@@ -177,8 +176,7 @@ def reserve_landmarks_beside_windows(
     _: None, configurator: Any, kvc: "KVCacheConfigurator", *args: Any, **kwargs: Any
 ) -> None:
     """AFTER hook: as `reserve_landmarks`, where sliding windows have a pool of their own. The pools
-    are sized by two byte counts per token: per layer that keeps the whole KV, and over all
-    layers."""
+    are sized by bytes of a token per layer that keeps the whole KV, and over all layers."""
     if not uses_sparrow(kvc.server_args):
         return
     layers = configurator._full_layers_num

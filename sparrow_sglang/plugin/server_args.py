@@ -128,8 +128,7 @@ def argument_problem(arguments: Mapping[str, Any]) -> str | None:
 
 
 def engine_argument_types() -> dict[str, type | None]:
-    """The arguments of `sglang.Engine`, fields of SGLang's `ServerArgs` and ours; int or float for
-    those that take one number."""
+    """Fields of SGLang's `ServerArgs` and ours; int or float for those that take one number."""
     ours = {name: float if field.kind is float else None for name, field in FIELDS.items()}
     return server_arguments() | ours
 

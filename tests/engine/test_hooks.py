@@ -26,6 +26,7 @@ class TestLandmarkMemory:
                     prefill_attention_backend=None,
                     decode_attention_backend=None,
                     sparrow_schedule="fixed-512",
+                    speculative_algorithm=None,
                     page_size=page_size,
                 ),
                 model_config=SimpleNamespace(

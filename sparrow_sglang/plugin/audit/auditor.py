@@ -57,8 +57,7 @@ class Auditor:
     """Chooses requests, has the scheduler record them, scores them again when there is room. There
     is room when no user's request runs, or when the score stays within BUSY_SHARE of the tokens
     that users' requests took. `rate` is the share of auditable requests to audit; at 0 only the
-    load is published. Everything runs on the event loop of SGLang's TokenizerManager except writing
-    the log."""
+    load is published. All but writing the log runs on the event loop of the TokenizerManager."""
 
     def __init__(
         self,

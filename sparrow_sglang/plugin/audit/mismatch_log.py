@@ -40,8 +40,7 @@ class MismatchLog:
     """Appends rows to a folder of Parquet files of about FILE_ROWS rows. Each flush replaces the
     newest file, until it has FILE_ROWS rows; a killed process loses the rows since the last one.
     The caller that appends must call `flush` when the log `is_due`. Beyond MAX_BYTES, the oldest
-    files of the folder are deleted. Rows may be appended while another thread flushes; several
-    processes may share a folder."""
+    files are deleted. Another thread may flush meanwhile, and processes may share a folder."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `OSError` if the folder cannot be made."""

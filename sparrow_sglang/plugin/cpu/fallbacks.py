@@ -39,8 +39,7 @@ def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def no_triton(backend: str) -> bool:
-    """REPLACE hook for SGLang up to 0.5.20, which decides on Triton by the name of the backend;
-    0.5.23 asks the platform."""
+    """REPLACE hook for SGLang up to 0.5.20, which decides on Triton by the backend's name."""
     return False
 
 
@@ -86,6 +85,5 @@ def prepare_rank(*, tp_size: int | None = None, **kwargs: Any) -> None:
 
 
 def without_nccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """BEFORE hook for SGLang up to 0.5.20, where groups default to NCCL on devices that it does not
-    know; 0.5.23 asks the platform."""
+    """BEFORE hook for SGLang up to 0.5.20, whose groups take NCCL on devices unknown to it."""
     return args, kwargs | {"use_pynccl": False}

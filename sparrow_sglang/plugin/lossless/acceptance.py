@@ -124,9 +124,8 @@ class Drafts:
         return self.tokens[number + 1]
 
     def verify(self, logits: torch.Tensor) -> Outcome:
-        """Accept a prefix of the drafts in sequence, and draw the token after it. `logits` [B, k +
-        1, V] are those of the dense pass: row j follows j drafts. Rows behind the last draft are
-        ignored."""
+        """Accept a prefix of the drafts in sequence, and draw the token after it. Row j of the
+        dense pass's `logits`, [B, k + 1, V], follows j drafts; later rows are ignored."""
         count = self.count
         p = distribution(logits[:, : count + 1], self.info)
         tokens, ids, q = self.tokens[1 : count + 1].T, self.ids[:, :count], self.q[:, :count]

@@ -86,8 +86,7 @@ class Pace:
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> tuple[int, int]:
         """Take the drafts accepted of each request in a round that drafted so many. Returns how
-        many drafts were judged, which are those whose predecessors were accepted, and how many of
-        them were accepted."""
+        many were judged, as their predecessors were accepted, and how many of those accepted."""
         hits = sum(accepted)
         judged = hits + sum(count < drafts for count in accepted)
         if drafts:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 LOSSLESS = "SPARROW"
 """Name of the algorithm in SGLang's --speculative-algorithm."""
 FORCED_ACCEPTANCE = "SPARROW_FORCED_ACCEPTANCE"
-"""Variable by which benchmarks of random weights set the share of drafts that are accepted, 0 to 1.
-Answers are then wrong."""
+"""Variable by which benchmarks of random weights set the share of accepted drafts, 0 to 1."""
 DEFAULT_DRAFTS = 8
 MAX_DRAFT_TOKENS = 33
 MAX_REQUESTS = 128
