@@ -145,12 +145,10 @@ class BudgetSchedule(BaseModel):
     def num_pages(self, seq_len: int) -> int:
         return -(-seq_len // self.page_size)
 
-    def bin_index(self, seq_len: int) -> int:
-        return min(self.num_pages(seq_len) // self.bin_pages, len(self.budget_tokens) - 1)
-
     def kv_budget_tokens(self, seq_len: int) -> int:
         """Total budget in tokens at `seq_len` cached tokens; may exceed `seq_len`."""
-        return self.budget_tokens[self.bin_index(seq_len)]
+        index = self.num_pages(seq_len) // self.bin_pages
+        return self.budget_tokens[min(index, len(self.budget_tokens) - 1)]
 
     @cached_property
     def least_pages(self) -> int:

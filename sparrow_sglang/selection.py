@@ -110,9 +110,6 @@ class SelectionRule(BaseModel):
         spread = f", layer weights {min(weights):g} to {max(weights):g}" if weights else ""
         return f"int4 landmarks{pairs}{spread}"
 
-    def landmarks_per_page(self, page_size: int) -> int:
-        return page_size // int4_landmark_tokens(page_size) if self.int4 else 1
-
     def pairs_kept(self, head_dim: int) -> int:
         """Rotary pairs that a landmark holds, of the `head_dim` / 2 of a head."""
         return head_dim // 2 if self.landmark_pairs is None else len(self.landmark_pairs[0][0])
@@ -137,10 +134,10 @@ class SelectionRule(BaseModel):
     def landmark_bytes(self, page_size: int, head_dim: int, mean_itemsize: int) -> int:
         """Bytes of the landmarks of one page and KV head; a number of a landmark that is not int4
         takes `mean_itemsize` bytes."""
-        channels = 2 * self.pairs_kept(head_dim)
-        int4_bytes = channels // 2 + _INT4_SCALE_BYTES
-        per_landmark = int4_bytes if self.int4 else channels * mean_itemsize
-        return self.landmarks_per_page(page_size) * per_landmark
+        pairs = self.pairs_kept(head_dim)
+        if self.int4:
+            return page_size // int4_landmark_tokens(page_size) * (pairs + _INT4_SCALE_BYTES)
+        return 2 * pairs * mean_itemsize
 
 
 def weighted_pages(budget_pages: NDArray[np.int64], weight: float, least: int) -> NDArray[np.int64]:

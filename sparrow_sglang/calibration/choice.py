@@ -66,25 +66,22 @@ class MeasuredTails:
         end = (index + 1) * self.bin_tokens
         return ceil(end / (self.least_weight * self.page)) * self.page
 
-    def judged(self, index: int) -> dict[int, BinTail]:
-        """Tails of bin `index` that can be judged, by budget, below the one that is dense."""
-        return {
-            budget: bins[index]
-            for budget, bins in self.by_budget.items()
-            if not shortage(bins.get(index), self.min_tokens) and budget < self.whole_budget(index)
-        }
-
     def need(self, index: int, target: float) -> int | None:
         """Cheapest budget that holds in this bin, as do all larger ones; the dense one if none
         does; None if no budget can be judged. The larger ones must hold too, because with far too
         small a budget a model repeats itself, and both distributions agree on the repetition. A
         larger one whose tail reaches the target without a lower bound, as its lowest rates come
         from a few prompts, proves nothing and is passed over."""
-        if all(shortage(bins.get(index), self.min_tokens) for bins in self.by_budget.values()):
+        enough = {
+            budget: bins[index]
+            for budget, bins in self.by_budget.items()
+            if not shortage(bins.get(index), self.min_tokens)
+        }
+        if not enough:
             return None
-        need = self.whole_budget(index)
-        for budget, tail in sorted(self.judged(index).items(), reverse=True):
-            if tail.tail_low == 0 and tail.tail >= target:
+        need = whole = self.whole_budget(index)
+        for budget, tail in sorted(enough.items(), reverse=True):
+            if budget >= whole or (tail.tail_low == 0 and tail.tail >= target):
                 continue
             if not holds(tail, target):
                 break
