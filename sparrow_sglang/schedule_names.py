@@ -80,14 +80,12 @@ def schedule_for_model(
             f" --model-path MODEL` and name its file with {setting}, or try {setting} fixed-4096,"
             " which is not calibrated; `sparrow schedules` lists the models that have one"
         )
-    published = SelectionRule()
-    best = min(
-        fitting,
-        key=lambda s: (
-            abs((s.tail_target or 0.0) - PREFERRED_TAIL_TARGET),
-            s.selection == published,
-        ),
-    )
+
+    def distance(schedule: BudgetSchedule) -> tuple[float, bool]:
+        off_target = abs((schedule.tail_target or 0.0) - PREFERRED_TAIL_TARGET)
+        return off_target, schedule.selection == SelectionRule()
+
+    best = min(fitting, key=distance)
     return _for_page_size(best, page_size, best.name)
 
 

@@ -128,11 +128,9 @@ def check_schedule(
     "dense" where every layer reads all of it. `holds`: no bin fails, and at least one holds."""
     width, page = tail_bin_tokens(schedule), schedule.page_size
     tails = bin_tails(generations, width, page)
-    bins = tails.keys() | (
-        set(range(len(schedule.budget_tokens))) if width == schedule.bin_tokens else set()
-    )
+    of_schedule = range(len(schedule.budget_tokens)) if width == schedule.bin_tokens else ()
     rows: list[dict[str, Any]] = []
-    for index in sorted(bins):
+    for index in sorted({*tails, *of_schedule}):
         # Lengths count in whole pages, so the longest one of a bin ends before the next bin's page.
         start, longest = index * width, ((index + 1) * width - 1) // page * page
         budget = schedule.kv_budget_tokens(max(1, start))

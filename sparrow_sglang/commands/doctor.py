@@ -3,6 +3,7 @@ needs no SGLang is checked before it is imported, which takes ten seconds."""
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,7 +80,9 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     plugin = _check_plugin()
     yield from (plugin, _check_platform())
     if plugin.status != "FAIL":
-        yield from _check_model(argv)
+        # A missing demo model is reported above.
+        with suppress(ModelError):
+            yield from _check_model(with_defaults(argv))
 
 
 def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
@@ -142,15 +145,10 @@ def _check_platform() -> Check:
     return Check("FAIL", "platform", f"{kind} on {current_platform.device_type}: {fix}")
 
 
-def _check_model(argv: Sequence[str]) -> Iterator[Check]:
+def _check_model(words: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
     from sparrow_sglang.plugin.server_log import describe
 
-    try:
-        words = with_defaults(argv)
-    except ModelError:
-        # Reported above.
-        return
     try:
         # SGLang's own start-up messages would drown the report.
         server_args = parse_server_args([*words, "--log-level", "error"])
