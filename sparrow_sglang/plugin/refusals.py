@@ -91,7 +91,7 @@ _RULES = (
     *(_Rule(field, bool, why) for why, fields in _FLAGS.items() for field in fields),
     *(
         _Rule(field, lambda size: size is not None and size < 1, "expected 1 or more", "1")
-        for field in ("tp_size", "dp_size", "pp_size", "ep_size")
+        for field in ("tp_size", "dp_size", "pp_size", "ep_size", "max_running_requests")
     ),
     _Rule(
         "page_size",

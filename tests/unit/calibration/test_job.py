@@ -64,7 +64,7 @@ def test_a_check_judges_by_the_target_that_was_asked_for(
         check_job(replace(check, target=[0.8, 0.9]))
 
 
-@pytest.mark.parametrize("name", ["page_size", "sparrow_schedule", "random_seed"])
+@pytest.mark.parametrize("name", ["page_size", "random_seed", "attention_backend"])
 def test_the_engine_is_not_told_otherwise(options: CalibrationOptions, name: str) -> None:
     with pytest.raises(CalibrationError, match=name):
         calibration_job(replace(options, engine_args=options.engine_args | {name: 32}))

@@ -139,6 +139,7 @@ WRONG = dict.fromkeys(FLAGS.split(), True) | {
     "dp_size": 0,
     "pp_size": -1,
     "ep_size": 0,
+    "max_running_requests": 0,
     "dcp_size": 2,
     "attn_cp_size": 2,
     "kv_cache_dtype": "fp8_e5m2",
