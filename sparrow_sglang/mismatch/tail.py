@@ -79,8 +79,8 @@ class TailStatistics:
     def bin(
         self, index: int, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95
     ) -> BinTail:
-        """The tail and the mean of a filled bin. The percentile of n tokens is the ceil(n *
-        percentile / 100)-th smallest, without interpolation. Its interval is Woodruff's (1952): the
+        """The tail and the mean of a filled bin. The percentile of n tokens is that of rank
+        ceil(n * percentile / 100), without interpolation. Its interval is Woodruff's (1952): the
         percentiles at percentile / 100 plus and minus a multiple of the standard error of the share
         of tokens up to the tail. Standard errors are those of the delete-one-cluster jackknife,
         their multiple is a quantile of Student's t, with fewer degrees of freedom where few

@@ -129,10 +129,11 @@ def keep_sparse_kv_private(
     finished request hands prompt and output to the prefix tree. KV of output tokens was computed
     from only part of the context, so a later request would silently inherit the mismatch. The
     prompt's pages enter the tree after prefill, and stay; if the request ends at its prefill, this
-    hook inserts them. Lossless decoding leaves dense KV only, which may enter. Other ways into the
-    tree: `cache_unfinished_req` runs after prefill only, over tokens that were prefilled
-    (re-prefilled ones of a retracted request included); retraction and aborted chunks pass
-    is_insert=False; `strip_thinking_cache` inserts less; streaming sessions, HiCache,
+    hook inserts them. Lossless decoding leaves dense KV only, which may enter.
+
+    Other ways into the tree: `cache_unfinished_req` runs after prefill only, over tokens that were
+    prefilled (re-prefilled ones of a retracted request included); retraction and aborted chunks
+    pass is_insert=False; `strip_thinking_cache` inserts less; streaming sessions, HiCache,
     disaggregation, diffusion models are refused at start-up."""
     without_insertion = sglang_versions.without_insertion(arguments)
     if PROCESS.scheduler is None or without_insertion is None or PROCESS.scheduler.lossless:
