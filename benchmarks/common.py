@@ -120,25 +120,20 @@ def require_cuda(parser: argparse.ArgumentParser, devices: int = 1) -> None:
         )
 
 
-def begin(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, **fields: Any
-) -> dict[str, Any]:
+def begin(parser: argparse.ArgumentParser, options: argparse.Namespace, **fields: Any) -> None:
     """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path. From
-    now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended.
-    Returns the file's content."""
+    now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended."""
     settings = {
         # JSON has no infinity.
         name: str(value) if isinstance(value, Path) or value == math.inf else value
         for name, value in vars(options).items()
         if name != "out"
     }
-    content = provenance() | {"settings": settings, **fields, "rows": []}
     try:
-        write_json(options.out, content)
+        write_json(options.out, provenance() | {"settings": settings, **fields, "rows": []})
     except OSError as error:
         parser.error(f"--out {options.out}: cannot be written ({error.strerror})")
     exit_on_sigterm()
-    return content
 
 
 def read_result(out: Path) -> dict[str, Any]:

@@ -99,14 +99,6 @@ def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
     return dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[kv_dtype])
 
 
-def routes_alike(model: str) -> bool:
-    """Whether all tokens of a step choose the same experts under SGLang's dummy weights. They do if
-    the router has a bias. Dummy weights and biases are both uniform in ±1e-3, and the logits of a
-    normalised hidden state are some 30 times smaller than that, so the experts with the largest
-    biases win for every token."""
-    return bool(model_config(model)["model_type"] == "gpt_oss")
-
-
 def step_bytes(
     shape: ModelShape,
     lengths: list[int],
@@ -241,6 +233,9 @@ def measure(
     schedule = None
     if schedule_name:
         schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
+    # Where the router has a bias, all tokens choose the same experts: dummy weights and biases are
+    # both uniform in ±1e-3, and logits of a normalised hidden state some 30 times smaller.
+    alike = model_config(model)["model_type"] == "gpt_oss"
     given = engine_arguments(options.engine_args)
     defaults = engine_defaults(options, model, backend, schedule_name, drafts)
     # A round takes as long whatever it accepts, and is timed where it accepts everything.
@@ -260,7 +255,7 @@ def measure(
                 # Some sequences would have to wait, and the timed steps would not contain them.
                 print(f"{model} {served} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
-            alike, quantization = routes_alike(model), given.get("quantization")
+            quantization = given.get("quantization")
             moved = step_bytes(shape, lengths, schedule, options.tp, alike, quantization)
             row: dict[str, Any] = {
                 "model": model,

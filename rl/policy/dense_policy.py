@@ -37,11 +37,6 @@ class Packed:
     targets: torch.Tensor
     where: torch.Tensor
 
-    @property
-    def idle(self) -> bool:
-        """It exists only because other ranks have a micro-batch."""
-        return not len(self.where)
-
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of sequences that share a micro-batch of at most `capacity` tokens, by first-fit
@@ -305,7 +300,7 @@ class DensePolicy:
             logprobs, entropy = self._logprobs(packed, temperature, entropies is not None)
             if entropies is not None:
                 entropies[packed.where.cpu()] = entropy.cpu()
-            part = logprobs.sum() if packed.idle else loss(logprobs, packed.where)
+            part = loss(logprobs, packed.where) if len(logprobs) else logprobs.sum()
             # FSDP averages gradients over ranks; the factor turns the mean into a sum.
             (part * self.ranks.world).backward()
             total, count = total + float(part.detach()), count + 1

@@ -162,9 +162,9 @@ def load_files(
         heldout = {name: read(path) for name, path in named.items() if path is not None}
         notes += _overlaps(train, heldout)
         chosen: Heldout = heldout if config.heldout_sets else heldout[""]
-        return Task(train, chosen, reward, notes=tuple(notes), skipped=tuple(skipped))
-    train, held = _split(train)
-    return Task(train, held, reward, notes=tuple(notes), skipped=tuple(skipped))
+    else:
+        train, chosen = _split(train)
+    return Task(train, chosen, reward, tuple(notes), tuple(skipped))
 
 
 def _split(prompts: tuple[Prompt, ...]) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:

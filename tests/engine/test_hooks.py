@@ -8,74 +8,67 @@ import torch
 from sparrow_sglang.plugin import scheduler_hooks as hooks
 
 
-class TestLandmarkMemory:
-    @pytest.fixture
-    def configurator(self, monkeypatch):
-        from sglang.srt import runtime_context
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch):
+    from sglang.srt import runtime_context
 
-        monkeypatch.setattr(
-            runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2)
-        )
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
 
-        def configurator_of(
-            backend: str, start: int, end: int, page_size: int, hf_config: object = None
-        ) -> SimpleNamespace:
-            return SimpleNamespace(
-                server_args=SimpleNamespace(
-                    attention_backend=backend,
-                    prefill_attention_backend=None,
-                    decode_attention_backend=None,
-                    sparrow_schedule="fixed-512",
-                    speculative_algorithm=None,
-                    page_size=page_size,
-                ),
-                model_config=SimpleNamespace(
-                    hf_config=hf_config, head_dim=64, get_num_kv_heads=lambda tp_size: 8 // tp_size
-                ),
-                layer_info=SimpleNamespace(start_layer=start, end_layer=end),
-                kv_cache_dtype=torch.bfloat16,
-            )
 
-        return configurator_of
+def configurator(
+    backend: str, start: int, end: int, page_size: int, hf_config: object
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        server_args=SimpleNamespace(
+            attention_backend=backend,
+            prefill_attention_backend=None,
+            decode_attention_backend=None,
+            sparrow_schedule="fixed-512",
+            speculative_algorithm=None,
+            page_size=page_size,
+        ),
+        model_config=SimpleNamespace(
+            hf_config=hf_config, head_dim=64, get_num_kv_heads=lambda tp_size: 8 // tp_size
+        ),
+        layer_info=SimpleNamespace(start_layer=start, end_layer=end),
+        kv_cache_dtype=torch.bfloat16,
+    )
 
-    @pytest.fixture
-    def reserved(self, configurator):
-        def per_token(backend: str, start: int, end: int, page_size: int) -> int | None:
-            kvc = configurator(backend, start, end, page_size, {"num_hidden_layers": 20})
-            return hooks.reserve_landmarks(100_000, None, kvc, end - start)
 
-        return per_token
+def reserved(backend: str, start: int, end: int, page_size: int) -> int | None:
+    kvc = configurator(backend, start, end, page_size, {"num_hidden_layers": 20})
+    return hooks.reserve_landmarks(100_000, None, kvc, end - start)
 
-    def test_bytes_per_token(self, reserved):
-        # A landmark is 4 heads x 64 x 2 bytes = 512 bytes per page and layer, 32 per token.
-        assert reserved("sparrow", 0, 10, 16) == 100_000 + 8 * 32
-        # A later pipeline stage has no dense layers; at page size 64 a landmark serves 64 tokens.
-        assert reserved("sparrow", 10, 20, 16) == 100_000 + 10 * 32
-        assert reserved("sparrow", 0, 10, 64) == 100_000 + 8 * 8
 
-    @pytest.mark.parametrize(("backend", "fits"), [("sparrow", True), ("flashinfer", False)])
-    def test_with_a_pool_for_windows(self, configurator, backend, fits):
-        """Six layers, three with a window; layer 1 is dense, 3 and 5 have landmarks."""
-        from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
+def test_bytes_per_token():
+    # A landmark is 4 heads x 64 x 2 bytes = 512 bytes per page and layer, 32 per token.
+    assert reserved("sparrow", 0, 10, 16) == 100_000 + 8 * 32
+    # A later pipeline stage has no dense layers; at page size 64 a landmark serves 64 tokens.
+    assert reserved("sparrow", 10, 20, 16) == 100_000 + 10 * 32
+    assert reserved("sparrow", 0, 10, 64) == 100_000 + 8 * 8
+    assert reserved("flashinfer", 0, 10, 16) is None
 
-        kinds = ["sliding_attention", "full_attention"] * 3
-        config = SimpleNamespace(num_hidden_layers=6, layer_types=kinds)
-        pools = object.__new__(HybridSWAPoolConfigurator)
-        per_token = 4 * (64 + 64) * 2
-        pools._full_layers_num = pools._swa_layers_num = 3
-        pools._full_per_token = pools._swa_per_token = per_token
-        pools._swa_full_tokens_ratio, pools._cell_size = 0.5, 1.5 * 3 * per_token
-        pools._sliding_window_size, pools._page_size = 24, 16
-        # An attribute of SGLang 0.5.23.
-        pools._enable_unified_memory = False
-        kvc = configurator(backend, 0, 6, 16, config)
-        hooks.reserve_landmarks_beside_windows(None, pools, kvc)
-        sizes = pools.calculate_pool_sizes(10_000_000, 16)
-        full, windows = sizes.full_max_total_num_tokens, sizes.swa_max_total_num_tokens
-        landmarks = 2 * full // 16 * 4 * 64 * 2
-        used = 3 * per_token * (full + windows) + landmarks
-        assert (used <= 10_000_000) == fits
-        assert abs(used - 10_000_000) < 200_000
 
-    def test_other_backends_reserve_nothing(self, reserved):
-        assert reserved("flashinfer", 0, 10, 16) is None
+@pytest.mark.parametrize(("backend", "fits"), [("sparrow", True), ("flashinfer", False)])
+def test_with_a_pool_for_windows(backend, fits):
+    """Six layers, three with a window; layer 1 is dense, 3 and 5 have landmarks."""
+    from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
+
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = SimpleNamespace(num_hidden_layers=6, layer_types=kinds)
+    pools = object.__new__(HybridSWAPoolConfigurator)
+    per_token = 4 * (64 + 64) * 2
+    pools._full_layers_num = pools._swa_layers_num = 3
+    pools._full_per_token = pools._swa_per_token = per_token
+    pools._swa_full_tokens_ratio, pools._cell_size = 0.5, 1.5 * 3 * per_token
+    pools._sliding_window_size, pools._page_size = 24, 16
+    # An attribute of SGLang 0.5.23.
+    pools._enable_unified_memory = False
+    kvc = configurator(backend, 0, 6, 16, config)
+    hooks.reserve_landmarks_beside_windows(None, pools, kvc)
+    sizes = pools.calculate_pool_sizes(10_000_000, 16)
+    full, windows = sizes.full_max_total_num_tokens, sizes.swa_max_total_num_tokens
+    landmarks = 2 * full // 16 * 4 * 64 * 2
+    used = 3 * per_token * (full + windows) + landmarks
+    assert (used <= 10_000_000) == fits
+    assert abs(used - 10_000_000) < 200_000

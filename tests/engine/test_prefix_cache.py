@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import (
-    flush,
-    last_of,
-    random_prompt,
-    require_whole_pool,
-    start_engine,
-    start_request,
-)
+from engines import flush, last_of, random_prompt, require_whole_pool, start_engine, start_request
 from oracle import FP32, ContractModel
 
 PAGE = 16
@@ -184,10 +177,7 @@ def test_a_request_that_ends_when_it_is_prefilled_again_leaves_dense_kv(
     engine: Any, oracle: ContractModel
 ) -> None:
     """Every pause retracts all requests, so that each ends at a prefill, or one step later."""
-    from sglang.srt.managers.io_struct import (
-        ContinueGenerationReqInput,
-        PauseGenerationReqInput,
-    )
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     manager = engine.tokenizer_manager
     prompts = [random_prompt(seed, 70 + 9 * seed) for seed in range(6)]

@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import (
-    SCHEDULE,
-    flush,
-    greedy,
-    random_prompt,
-    save_tiny_model,
-    start_engine,
-)
+from engines import SCHEDULE, flush, greedy, random_prompt, save_tiny_model, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.client.control import get_schedule

@@ -26,13 +26,8 @@ from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS
 from sparrow_sglang.attention_backends.kernels import landmark
-from sparrow_sglang.attention_backends.kernels.decode import (
-    DecodeLaunch,
-)
-from sparrow_sglang.attention_backends.kernels.select import (
-    SelectLaunch,
-    allocate_select_scratch,
-)
+from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
+from sparrow_sglang.attention_backends.kernels.select import SelectLaunch, allocate_select_scratch
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
 from sparrow_sglang.selection import SelectionRule
 

@@ -111,9 +111,6 @@ def test_gradients_of_few_rows_are_finite_where_all_scores_are_low():
             assert (other - expected).norm() < 0.02 * expected.norm()
 
 
-# -- dtypes
-
-
 # -- the server
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from adapted_models import save_model_of_words
+from adapted_models import SERVED, save_model_of_words
 from servers import start_server
 
 CONTEXT = 4096
@@ -21,20 +21,16 @@ def client(model_of_words: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with (
         start_server(
             model_of_words,
-            skip_tokenizer_init=False,
-            grammar_backend="none",
-            attention_backend="sparrow",
             sparrow_schedule="fixed-64",
             sparrow_audit_rate=1.0,
             sparrow_audit_log=str(tmp_path_factory.mktemp("audit")),
             enable_metrics=True,
             context_length=CONTEXT,
             served_model_name="tiny",
-            enable_lora=True,
             max_lora_rank=16,
             lora_target_modules=list(TARGETS),
-            lora_backend="torch_native",
             log_level="critical",
+            **SERVED,
         ) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):

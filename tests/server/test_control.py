@@ -144,10 +144,7 @@ def test_an_engine_without_lora_says_so(engine):
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
 def test_while_paused(engine, assert_decoded_by, mode):
     """A switch is refused while requests are paused, and works when the pause has aborted them."""
-    from sglang.srt.managers.io_struct import (
-        ContinueGenerationReqInput,
-        PauseGenerationReqInput,
-    )
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     manager = engine.tokenizer_manager
     sampling = SAMPLING | {"max_new_tokens": 200}

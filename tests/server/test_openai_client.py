@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from adapted_models import save_adapter, save_model_of_words, token_ids, words
+from adapted_models import SERVED, save_adapter, save_model_of_words, token_ids, words
 from engines import random_prompt
 from oracle import FP32, ContractModel
 from servers import start_server
@@ -53,17 +53,13 @@ def served(tmp_path_factory) -> Iterator[Served]:
     }
     with start_server(
         model,
-        skip_tokenizer_init=False,
-        grammar_backend="none",
-        attention_backend="sparrow",
         sparrow_schedule=A.name,
         served_model_name=NAME,
         api_key=KEY,
-        enable_lora=True,
         max_lora_rank=8,
         lora_target_modules=list(MODULES),
         max_loras_per_batch=3,
-        lora_backend="torch_native",
+        **SERVED,
     ) as url:
         for name, (folder, _) in adapters.items():
             push_adapter(url, name, folder, api_key=KEY)

@@ -7,14 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import (
-    RULE,
-    RULED,
-    import_for_fork,
-    random_prompt,
-    save_tiny_model,
-    start_engine,
-)
+from engines import RULE, RULED, import_for_fork, random_prompt, save_tiny_model, start_engine
 from oracle import ContractModel
 from pools import chosen_pairs
 

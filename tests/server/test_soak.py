@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import psutil
-from adapted_models import save_adapter, save_model_of_words, words
+from adapted_models import SERVED, save_adapter, save_model_of_words, words
 from servers import start_server
 from waiting import wait_until
 
@@ -160,20 +160,16 @@ def test_soak(tmp_path):
     adapter, _ = save_adapter(model, tmp_path, 0, MODULES)
     with start_server(
         model,
-        skip_tokenizer_init=False,
-        grammar_backend="none",
-        attention_backend="sparrow",
         sparrow_schedule="fixed-64",
         served_model_name="tiny",
         max_running_requests=64,
         max_total_tokens=16384,
-        enable_lora=True,
         max_lora_rank=8,
         lora_target_modules=list(MODULES),
         max_loras_per_batch=2,
-        lora_backend="torch_native",
         # At lower levels the server logs each bad request.
         log_level="critical",
+        **SERVED,
     ) as url:
         push_adapter(url, "one", adapter)
         warm = Load(url, seed=1)

@@ -9,6 +9,14 @@ from engines import VOCAB_SIZE, save_tiny_model
 from sparrow_sglang.benchmarks.random_model import CHAT_TEMPLATE, word_tokenizer
 
 RANK = 4
+# Arguments of a server for such a model and its adapters.
+SERVED: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "grammar_backend": "none",
+    "attention_backend": "sparrow",
+    "enable_lora": True,
+    "lora_backend": "torch_native",
+}
 
 
 def save_model_of_words(folder: Path, **overrides: Any) -> str:

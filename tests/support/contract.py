@@ -94,17 +94,10 @@ def decode_one(
     logit_sinks: np.ndarray | None = None,
     known: dict[tuple[int, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, list]:
-    """One request's decode step.
-
-    Args:
-        q: [Hq, D]; keys, values: [L, Hkv, D], all float64; `store` rounds a landmark [D] the way
-        the KV dtype does; `rule` has the fields of a schedule's selection, `layer` is one of the
-        model's; logit_sinks: [Hq]; `known` keeps landmarks of full pages by KV head and page from
-        one step of a request and layer to the next.
-
-    Returns:
-        Output [Hq, D] and the list of kept logical pages per KV head.
-    """
+    """One request's decode step: output [Hq, D] and the kept logical pages of each KV head. `q` is
+    [Hq, D], `keys` and `values` [L, Hkv, D], `logit_sinks` [Hq], all float64. `store` rounds a
+    landmark [D] the way the KV dtype does; `rule` has the fields of a schedule's selection; `known`
+    keeps landmarks of full pages by KV head and page from one step of a layer to the next."""
     num_q_heads = len(q)
     length, num_kv_heads, _ = keys.shape
     group = num_q_heads // num_kv_heads

@@ -63,15 +63,10 @@ LARGE_PAGES = BudgetSchedule(
     recent_pages=1,
 )
 # The same budgets by int4 landmarks, without dense layers. Heads have 8 rotary pairs.
-RULE = SelectionRule(
-    landmark_bits=4,
-    layer_weights=(0.5, 1.75, 0.75, 1.0),
-)
+RULE = SelectionRule(landmark_bits=4, layer_weights=(0.5, 1.75, 0.75, 1.0))
 RULED = BudgetSchedule(
     **SCHEDULE.model_dump() | {"name": "ruled", "dense_layers": (), "selection": RULE}
 )
-
-
 # As RULED, but with landmarks in rotary pairs chosen for each layer and KV head.
 CHOSEN = BudgetSchedule(
     **RULED.model_dump()
@@ -89,8 +84,6 @@ GEMMA3 = {
     "tie_word_embeddings": True,
     "pad_token_id": 0,
 }
-
-
 # The same windows, but with a KV pool of their own in SGLang; with attention sinks and experts.
 GPT_OSS = {
     "num_hidden_layers": 6,
@@ -328,16 +321,10 @@ def _qwen3_5_config(**fields: Any) -> Any:
 def save_tiny_model(
     folder: Path, kind: str = "llama", seed: int = 0, spread: float = 0.05, **overrides: Any
 ) -> str:
-    """Write a random float32 checkpoint of four layers, nine query and three KV heads.
-
-    Args:
-        kind: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_next" or "qwen3_5"; every
-            other layer of gemma3 and gpt_oss has a sliding window, every other layer of qwen3_next
-            and qwen3_5 linear attention.
-        spread: standard deviation of the weights; from about 0.15 on, attention is sharp enough
-            that it matters which pages are read.
-        overrides: fields of the Hugging Face config.
-    """
+    """Write a random float32 checkpoint of four layers, nine query and three KV heads. Every other
+    layer of the kinds gemma3 and gpt_oss has a sliding window, of qwen3_next and qwen3_5 linear
+    attention. `spread` is the standard deviation of the weights; from about 0.15 on, attention is
+    sharp enough that it matters which pages are read. `overrides` are fields of the config."""
     import transformers
 
     config_class, model_class = {

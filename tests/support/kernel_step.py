@@ -14,10 +14,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.kernels import decode, select
-from sparrow_sglang.attention_backends.kernels.decode import (
-    DecodeLaunch,
-    allocate_decode_scratch,
-)
+from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch, allocate_decode_scratch
 from sparrow_sglang.attention_backends.kernels.select import (
     SelectLaunch,
     SelectScratch,

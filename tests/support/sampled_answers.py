@@ -28,12 +28,8 @@ CLEAR = 0.03
 
 
 class SampledAnswers:
-    """A model, its schedule, and the distribution of the first three tokens of an answer.
-
-    Args:
-        folder: receives both.
-        dtype: that of the checkpoint; with 16 bits, one whose cuts are clear is chosen.
-    """
+    """A model and its schedule, in `folder`, and the distribution of the first three tokens of an
+    answer. Of checkpoints in 16 bits one whose cuts are clear is chosen."""
 
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self._dtype = dtype

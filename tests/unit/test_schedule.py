@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import known_schedules, load_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import (
+    known_schedules,
+    load_schedule,
+    named_schedule,
+    schedule_for_model,
+)
 
 VALID: dict[str, Any] = {
     "name": "mine",
@@ -250,15 +255,10 @@ def test_fixed_schedules_have_one_budget_at_every_length(page_size: int) -> None
     assert schedule.first_sparse_length() == 1025
 
 
-@pytest.mark.parametrize("spec", ["", "4096", "fixed-", "fixed-4k", "fixed--16"])
-def test_what_is_no_schedule_is_refused(spec: str) -> None:
-    with pytest.raises(ScheduleError, match="fixed-<tokens>"):
-        load_schedule(spec, 16)
-
-
 @pytest.mark.parametrize(
     ("spec", "page_size", "message"),
     [
+        *((spec, 16, "fixed-<tokens>") for spec in ("", "4096", "fixed-", "fixed-4k", "fixed--16")),
         ("fixed-100", 16, "budget_tokens"),
         ("fixed-512", 20, "page_size"),
         ("drafts", 48, "page_size"),
@@ -267,6 +267,18 @@ def test_what_is_no_schedule_is_refused(spec: str) -> None:
 def test_schedules_without_a_file_are_checked_too(spec: str, page_size: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         load_schedule(spec, page_size)
+
+
+def test_the_flag_comes_before_the_variable_and_this_before_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPARROW_SCHEDULE", "from-variable")
+    assert named_schedule("from-flag", False) == "from-flag"
+    assert named_schedule(None, False) == "from-variable"
+    monkeypatch.setenv("SPARROW_SCHEDULE", "")
+    assert named_schedule(None, False) == "auto"
+    monkeypatch.delenv("SPARROW_SCHEDULE")
+    assert named_schedule(None, False) == "auto"
 
 
 # -- own files

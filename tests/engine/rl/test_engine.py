@@ -10,14 +10,7 @@ import pytest
 import torch
 from engines import SCHEDULE
 from oracle import FP32, ContractModel
-from training import (
-    ALL,
-    PROMPTS,
-    SERVER_ARGS,
-    begun,
-    error,
-    transformers_logprobs,
-)
+from training import ALL, PROMPTS, SERVER_ARGS, begun, error, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.benchmarks.rollout import make_requests, replay

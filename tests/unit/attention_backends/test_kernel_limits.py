@@ -9,9 +9,7 @@ import pytest
 from configs import save_config
 
 from sparrow_sglang.attention_backends import kernels
-from sparrow_sglang.attention_backends.kernel_limits import (
-    kernel_problems,
-)
+from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
 from sparrow_sglang.sglang_arguments import read_model_config, resolved
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}

@@ -12,10 +12,7 @@ from pools import chosen_pairs
 from step_cases import StepCase
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.landmarks import (
-    allocate_landmarks,
-    kept_pairs,
-)
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.selection import SelectionRule
 

@@ -46,12 +46,6 @@ def parsed(argv: list[str]) -> Any:
     return serve.parse_server_args(serve.with_defaults(argv))
 
 
-def test_sglang_gets_our_defaults_and_the_users_flags(tiny_llama: str) -> None:
-    args = parsed(["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512", "--port", "8123"])
-    assert (args.attention_backend, args.page_size, args.port) == ("sparrow", 16, 8123)
-    assert (args.model_path, args.sparrow_schedule) == (tiny_llama, "fixed-512")
-
-
 def test_a_config_file_overrides_our_defaults_and_is_overridden(
     tiny_llama: str, tmp_path: Path
 ) -> None:

@@ -9,12 +9,6 @@ import pytest
 from sparrow_sglang.plugin.server_args import engine_argument_types, engine_arguments
 
 
-def test_arguments_of_sglang_and_ours_are_taken_as_they_are() -> None:
-    text = '{"tp_size": 2, "sparrow_audit_rate": 0.1, "lora_paths": {"a": "b"}}'
-    expected = {"tp_size": 2, "sparrow_audit_rate": 0.1, "lora_paths": {"a": "b"}}
-    assert engine_arguments(text) == expected
-
-
 @pytest.mark.parametrize("value", ["4k", True, [1]])
 @pytest.mark.parametrize("name", ["context_length", "max_total_tokens", "sparrow_audit_rate"])
 def test_a_number_must_be_one(name: str, value: Any) -> None:

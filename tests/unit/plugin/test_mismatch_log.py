@@ -10,11 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sparrow_sglang.plugin.audit import mismatch_log
-from sparrow_sglang.plugin.audit.mismatch_log import (
-    TOKEN_ROW,
-    MismatchLog,
-    read_mismatch_log,
-)
+from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog, read_mismatch_log
 
 
 def rows(request_id: str, tokens: int = 10, seed: int = 0) -> NDArray[Any]:

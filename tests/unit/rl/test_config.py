@@ -18,18 +18,6 @@ def load(folder: Path, text: str) -> TrainConfig:
     return TrainConfig.load(path)
 
 
-def test_values_of_the_file_arrive(tmp_path: Path) -> None:
-    text = (
-        LEAST + "[task.options]\ndigits = 3\n[algorithm]\ncorrection = 'mask'\n"
-        "[engine]\nserver_args = {tp_size = 2}\n[cluster]\nengines = 3\ngpus_per_engine = 2\n"
-    )
-    config = load(tmp_path, text)
-    assert config.task.options == {"digits": 3}
-    assert config.algorithm.correction == "mask"
-    assert config.engine.server_args == {"tp_size": 2}
-    assert config.cluster is not None and config.cluster.gpus == 7
-
-
 @pytest.mark.parametrize(
     ("extra", "field"),
     [
@@ -80,7 +68,10 @@ def test_the_examples_are_valid(path: str, task: str) -> None:
 
 def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
-    path.write_text(LEAST + "[optimizer]\nlr = 1.0\ngrad_clip = 2.0\n")
+    path.write_text(
+        LEAST + "[task.options]\ndigits = 3\n[optimizer]\nlr = 1.0\ngrad_clip = 2.0\n"
+        "[cluster]\nengines = 3\ngpus_per_engine = 2\n"
+    )
     settings = [
         "steps=7",
         "optimizer.lr=3e-6",
@@ -103,7 +94,8 @@ def test_settings_of_the_command_line_replace_those_of_the_file(tmp_path: Path) 
     assert config.model.path == "Qwen/Qwen3-4B"
     assert config.algorithm.correction == "mask"
     assert config.engine.server_args == {"tp_size": 2, "dtype": "float32"}
-    assert config.task.name == "copy"
+    assert config.task.name == "copy" and config.task.options == {"digits": 3}
+    assert config.cluster is not None and config.cluster.gpus == 7
 
 
 def test_the_printed_defaults_are_those_of_the_least_file_and_explained(

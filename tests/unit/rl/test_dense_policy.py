@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import entropy
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy import chunked_logprobs, optimizer

@@ -1,11 +1,18 @@
-"""Metrics and responses of a run on disk, also of one that was resumed."""
+"""Metrics, responses and starts of a run on disk, also of one that was resumed."""
 
 import json
 from pathlib import Path
 
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
-from sparrow_sglang.run_folder import EVALUATIONS_FILE, METRICS_FILE, RESPONSES_FILE
+from sparrow_sglang.rl.runs.run import record_start
+from sparrow_sglang.run_folder import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    RESPONSES_FILE,
+    RUN_FILE,
+    read_starts,
+)
 
 
 def config(run_dir: Path) -> TrainConfig:
@@ -55,3 +62,11 @@ def test_a_resumed_run_keeps_what_its_weights_were_evaluated_at(tmp_path: Path) 
     assert written() == [*ended[:2], *last]
     evaluated = json.loads((tmp_path / EVALUATIONS_FILE).read_text())
     assert evaluated == {"step": 2, "set": "", "reward": 0.6}
+
+
+def test_a_start_replaces_those_whose_steps_it_takes_again(tmp_path: Path) -> None:
+    noted = []
+    for step in (0, 3, 5, 3, 8, 0):
+        record_start(config(tmp_path), config(tmp_path).engine, step, None)
+        noted.append([start["step"] for start in read_starts(tmp_path / RUN_FILE)])
+    assert noted == [[0], [0, 3], [0, 3, 5], [0, 3], [0, 3, 8], [0]]
