@@ -80,20 +80,15 @@ def _side_by_side(q: torch.Tensor) -> torch.Tensor:
 
 
 class SparrowAttnBackend(AttentionBackend):
-    """Dense prefill by the device's stock backend, sparse decode under a KV budget.
-
-    Attributes:
-        budgets: the active schedule and what requests require; hooks write it between passes.
-        landmarks: of each sparse layer, indexed by physical page: a prefix-cache hit has the
-            landmarks of its pages in place, and a page that is freed and used again gets new ones
-            before it is scored.
-        stock_layers: layers that the stock backend decodes.
-        pair_variances: sums over prefill passes while a calibration measures; otherwise None.
-        dense_step: whether the stock backend decodes all layers of the step that is planned next;
-            `DecodeGraphs` writes it for captured steps.
-        forced: whether decode steps are dense, whatever their lengths; None to go by them, as only
-            captured steps do.
-    """
+    """Dense prefill by the device's stock backend, sparse decode under a KV budget. `budgets` holds
+    the active schedule and what requests require; hooks write it between passes. `landmarks` of
+    each sparse layer are indexed by physical page: a prefix-cache hit has the landmarks of its
+    pages in place, and a page that is freed and used again gets new ones before it is scored.
+    `stock_layers` are those that the stock backend decodes. `pair_variances` are sums over prefill
+    passes while a calibration measures, otherwise None. `dense_step`: whether the stock backend
+    decodes all layers of the step that is planned next; `DecodeGraphs` writes it for captured
+    steps. `forced`: whether decode steps are dense, whatever their lengths; None to go by them, as
+    only captured steps do."""
 
     dense_step = False
     forced: bool | None = None

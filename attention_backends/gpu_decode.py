@@ -114,11 +114,6 @@ class DecodeBuffers:
         )
 
 
-def buffer_bytes(shape: DecodeShape, rows: int, num_layers: int, device: torch.device) -> int:
-    """`DecodeBuffers.num_bytes` on `device`; nothing is allocated."""
-    return DecodeBuffers(shape, rows, num_layers, torch.device("meta"), device).num_bytes
-
-
 class TritonPagedDecode:
     """The sparse decode step on a CUDA device, by `kernels`. The kernels read everything that
     depends on lengths themselves, so one captured graph, which begins with a snapshot of the page

@@ -38,14 +38,10 @@ class MeanLandmarks(NamedTuple):
 
 
 class Int4Landmarks(NamedTuple):
-    """Landmarks as int4 codes, each with one scale: a value is scale * code, -7 <= code <= 7.
-
-    Attributes:
-        codes: [pages, Hkv, M, C/2] uint8; byte j holds 8 + code of the first member of stored pair
-            j in its low four bits, and 8 + code of the second member in its high ones.
-        scales: [pages, Hkv, M] fp16.
-        pairs: [Hkv, C/2] int64, the rotary pairs kept, ascending.
-    """
+    """Landmarks as int4 codes, each with one scale: a value is scale * code, -7 <= code <= 7. Of
+    `codes` [pages, Hkv, M, C/2] uint8, byte j holds 8 + code of the first member of stored pair j
+    in its low four bits, and 8 + code of the second member in its high ones. `scales` are
+    [pages, Hkv, M] fp16, `pairs` [Hkv, C/2] int64 the rotary pairs kept, ascending."""
 
     codes: torch.Tensor
     scales: torch.Tensor

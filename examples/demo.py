@@ -99,16 +99,6 @@ def report(sparse: Answer, dense: Answer) -> None:
     )
 
 
-def generate(engine: Any, num_tokens: int) -> None:
-    prompt = long_prompt()
-    print(f"\nprompt: {len(prompt)} characters of Python's reference, then:")
-    print(f"  {QUESTION}\n\nsparse answer:\n")
-    sparse = ask(engine, prompt, num_tokens, dense=False)
-    print("dense answer:\n")
-    dense = ask(engine, prompt, num_tokens, dense=True)
-    report(sparse, dense)
-
-
 def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
     """Open a training run in `folder`; generate with its engine, then take its steps."""
     from sparrow_sglang.client.control import set_schedule
@@ -123,7 +113,12 @@ def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
     with open_run(config, prepare(config), resume=False) as run:
         engine = run.engine.engine
         set_schedule(engine, SCHEDULE)
-        generate(engine, num_tokens)
+        prompt = long_prompt()
+        print(f"\nprompt: {len(prompt)} characters of Python's reference, then:")
+        print(f"  {QUESTION}\n\nsparse answer:\n")
+        sparse = ask(engine, prompt, num_tokens, dense=False)
+        print("dense answer:\n")
+        report(sparse, ask(engine, prompt, num_tokens, dense=True))
         if training:
             print("\ntraining: three steps of GRPO; use a given word in a story", flush=True)
             set_schedule(engine, config.engine.schedule)

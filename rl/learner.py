@@ -155,7 +155,8 @@ class Learner:
     ) -> Updated:
         """One optimizer step per mini-batch; metrics are means over those taken."""
         policy, settings = self.policy, self._config.algorithm
-        policy.optimizer.set_learning_rate(lr)
+        for group in policy.optimizer.param_groups:
+            group["lr"] = lr
         rows: list[dict[str, float]] = []
         skipped = 0
         for sequences, tokens in batch.mini_batches(settings.mini_batches):

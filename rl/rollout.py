@@ -14,6 +14,14 @@ class RolloutError(SparrowError, RuntimeError):
     """An engine's answer cannot be trained on; the message says which and why."""
 
 
+class EngineDied(SparrowError, RuntimeError):
+    """A process of an engine is gone, or an engine does not answer."""
+
+
+class EngineNotStarted(EngineDied):
+    """An engine did not start, and would not do so another time."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn. Log-probs are recorded at `temperature`; 0 is greedy. `dense`

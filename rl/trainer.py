@@ -10,7 +10,6 @@ from sparrow_sglang.rl.batch import Batch, evenly
 from sparrow_sglang.rl.collect import Collected, collect, collect_partial
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.engines.processes import EngineDied, EngineNotStarted
 from sparrow_sglang.rl.evaluation import evaluate, evaluation_rows
 from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.metrics import (
@@ -21,6 +20,7 @@ from sparrow_sglang.rl.metrics import (
     round_metrics,
 )
 from sparrow_sglang.rl.policy.optimizer import learning_rate
+from sparrow_sglang.rl.rollout import EngineDied, EngineNotStarted
 from sparrow_sglang.rl.runs.log import Clock, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import Setup, prepare
@@ -48,7 +48,13 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
         FloatingPointError: `MAX_SKIPPED_STEPS` gradients in a row were not finite.
     """
     setup = prepare(config)
-    with _connected(config):
+    connection: AbstractContextManager[None] = nullcontext()
+    if config.cluster is not None:
+        # Imported here, as only these runs need Ray.
+        from sparrow_sglang.rl.cluster.ray_session import connected
+
+        connection = connected(config.cluster)
+    with connection:
         failures, newest = 0, newest_checkpoint(config.run_dir)
         while True:
             try:
@@ -64,15 +70,6 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
                 start = newest or "the beginning"
                 logger.warning("%s; the run starts again from %s", error, start)
                 resume = True
-
-
-def _connected(config: TrainConfig) -> AbstractContextManager[None]:
-    if config.cluster is None:
-        return nullcontext()
-    # Imported here, as only these runs need Ray.
-    from sparrow_sglang.rl.cluster.ray_session import connected
-
-    return connected(config.cluster)
 
 
 def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:

@@ -332,23 +332,17 @@ def sparse_decode(
     sinks: torch.Tensor | None = None,
     after_select: bool = False,
 ) -> None:
-    """Attend exactly to the selected pages, as `reference.sparse_decode` defines it.
-
-    With the page table for every head (`page_table[:, None].expand(bs, Hkv, max_pages)`) and
-    without num_selected, the same launch is dense decode.
+    """Attend exactly to the selected pages, as `reference.sparse_decode` defines it and its
+    arguments. With the page table for every head (`page_table[:, None].expand(bs, Hkv, max_pages)`)
+    and without num_selected, the same launch is dense decode.
 
     Args:
-        q: [bs, Hq, D]; 1 to 16 query heads for each KV head.
-        k_buffer, v_buffer: [num_slots, Hkv, D], contiguous, in q's dtype or both in FP8 (e4m3).
-        page_ids: [bs, Hkv, K] int32, physical pages in ascending logical order; the head axis may
-            be expanded.
-        num_selected: [bs] int32, how many entries of page_ids are valid; None for all pages of a
-            row.
-        seq_lens: [bs] int32 or int64, the current token included.
+        q: 1 to 16 query heads for each KV head.
+        k_buffer, v_buffer: contiguous, in q's dtype or both in FP8 (e4m3).
+        page_ids: int32; the head axis may be expanded.
+        num_selected: int32; None for all pages of a row.
+        seq_lens: int32 or int64.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
-        sm_scale: factor of the logits, the scale of FP8 keys included.
-        v_scale: scale of FP8 values, a factor of the output.
-        sinks: [Hq], one more logit of each query head, with a value of 0; None for none.
         after_select: the launch before this one is `select_pages` with `dependents`, which wrote
             page_ids; this one may start before it ends.
     """

@@ -14,9 +14,9 @@ from sparrow_sglang.rl.cluster.weight_broadcast import LIMIT_S, WeightBroadcast,
 from sparrow_sglang.rl.config import ClusterConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER
 from sparrow_sglang.rl.engines.local_engine import pack, serialized
-from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.ranks import Ranks
+from sparrow_sglang.rl.rollout import EngineDied
 
 
 class TrainerActor:

@@ -11,7 +11,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from sparrow_sglang.rl.engines.processes import EngineDied
+from sparrow_sglang.rl.rollout import EngineDied
 
 LIMIT_S = 180.0
 """For all engines to join, and for one bucket; the first one sets up NCCL's connections."""

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,15 @@ from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.rl.config import DENSE
-from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses, take_signals_back
-from sparrow_sglang.rl.engines.responses import POLL_S, Responses
-from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
+from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
+from sparrow_sglang.rl.rollout import (
+    EngineDied,
+    MoreGroups,
+    OnFinished,
+    RolloutEngine,
+    Sampling,
+    ShouldStop,
+)
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.sglang_versions import weight_update_session
 
@@ -246,7 +253,12 @@ class LocalEngine(RolloutEngine):
         """Undo SGLang's signal handling, which would kill this process with one of the engine's and
         keep SIGTERM from the trainer. Dead processes are found by polling."""
         self._manager.auto_create_handle_loop()
-        take_signals_back(self.engine.loop, on_sigterm)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGQUIT):
+                self.engine.loop.remove_signal_handler(number)
+            signal.signal(signal.SIGTERM, on_sigterm)
+            # A failing process sends it to its parent; `require_alive` will find it dead.
+            signal.signal(signal.SIGQUIT, lambda *_: None)
         if self._manager._subprocess_watchdog is not None:
             self._manager._subprocess_watchdog.stop()
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparrow_sglang.rl.engines.processes import EngineDied, EngineProcesses
+import psutil
+
 from sparrow_sglang.rl.rollout import (
+    EngineDied,
     MoreGroups,
     OnFinished,
     Sampling,
@@ -20,6 +23,30 @@ from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 POLL_S = 1.0
 """Seconds between checks that the engine is still alive, while waiting for it."""
+
+
+class EngineProcesses:
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+
+    def are_running(self) -> bool:
+        return all(process.is_running() for process in self._processes)
+
+    def require_alive(self) -> None:
+        """Raise `EngineDied` if a process is gone."""
+        for process in self._processes:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise EngineDied(f"process {process.pid} of the SGLang engine died; see stderr")
+
+    def kill(self) -> None:
+        """End the processes and their children, and no others."""
+        family: list[psutil.Process] = []
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                family += [*process.children(recursive=True), process]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, timeout=10)
 
 
 @dataclass(eq=False)

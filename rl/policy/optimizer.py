@@ -74,10 +74,6 @@ class ClippedAdamW(torch.optim.AdamW):
         self.zero_grad()
         return norm
 
-    def set_learning_rate(self, lr: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = lr
-
     def moments(self) -> list[dict[str, torch.Tensor]]:
         return [{name: self.state[p][name] for name in MOMENTS} for p in self._parameters]
 

@@ -161,7 +161,14 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
     with owned(config.run_dir), termination_signals() as termination, ExitStack() as opened:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
         newest = checkpoints.begin(config, resume, setup.fingerprint)
-        learner = opened.enter_context(closing(_open_learner(config)))
+        if config.cluster is None:
+            learner = Learner.load(config)
+        else:
+            # Imported here, as only these runs need Ray.
+            from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
+
+            learner = RemoteLearner(config)
+        opened.enter_context(closing(learner))
         state = State(prompts=setup.fingerprint)
         if newest:
             state = checkpoints.restore(newest, learner)
@@ -224,15 +231,6 @@ def record_start(
     path = config.run_dir / RUN_FILE
     earlier = [before for before in read_starts(path) if before["step"] < step]
     write_json(path, {"starts": [*earlier, start]})
-
-
-def _open_learner(config: TrainConfig) -> Learner:
-    if config.cluster is None:
-        return Learner.load(config)
-    # Imported here, as only these runs need Ray.
-    from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
-
-    return RemoteLearner(config)
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

@@ -33,39 +33,33 @@ def run_inputs(
     seconds: float = math.inf,
 ) -> list[SandboxResult]:
     """Run `source` on the first of these inputs for stdin; one result at least, unless `seconds`
-    are over before. Raises `SandboxError`."""
+    are over before. `sandbox` may be the URL of a server, with or without "/run_code", which runs
+    one input, and is asked again within `seconds` if it is busy or unreachable. Raises
+    `SandboxError`."""
     if sandbox == BUBBLEWRAP:
         return run_contained(source, inputs, limits, seconds)
-    result = run_remotely(source, inputs[0], limits, seconds, sandbox)
-    return [] if result is None else [result]
-
-
-def run_remotely(
-    source: str, stdin: str, limits: Limits, seconds: float, url: str
-) -> SandboxResult | None:
-    """Run a program on the server at `url`, with or without "/run_code". A server that is busy or
-    unreachable is asked again, within `seconds`; None if they are over. Raises `SandboxError`."""
     body = {
         "code": source,
-        "stdin": stdin,
+        "stdin": inputs[0],
         "language": "python",
         "compile_timeout": limits.wall_clock_s,
         "run_timeout": limits.wall_clock_s,
         "memory_limit_MB": limits.memory_bytes >> 20,
     }
-    address = url.removesuffix("/").removesuffix(_PATH) + _PATH
+    address = sandbox.removesuffix("/").removesuffix(_PATH) + _PATH
     answer = _post(address, body, limits.wall_clock_s + QUEUE_S, time.monotonic() + seconds)
     if answer is None:
-        return None
+        return []
     result = answer.get("run_result") or {}
     if answer.get("status") not in ("Success", "Failed") or "status" not in result:
-        raise SandboxError(f"{url}: no result of the program: {answer.get('message') or answer}")
+        reason = answer.get("message") or answer
+        raise SandboxError(f"{sandbox}: no result of the program: {reason}")
     code = result.get("return_code")
     if result["status"] == "TimeLimitExceeded":
         code = None
     elif not isinstance(code, int):
         code = -1
-    return SandboxResult(code, result.get("stdout") or "", result.get("stderr") or "")
+    return [SandboxResult(code, result.get("stdout") or "", result.get("stderr") or "")]
 
 
 def _post(

@@ -4,7 +4,7 @@ words."""
 import random
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, islice
 from math import comb
 
 from pydantic import Field
@@ -38,12 +38,9 @@ class StoryOptions(Section):
 def load(config: TaskSource, render: Render) -> Task:
     """The same prompts on any machine. Raises `InputError` on too few choices of words."""
     options = parse_options(StoryOptions, config)
-    choices = _choices(options.words, options.seed)
     count = options.train + options.heldout
     prompts: list[Prompt] = []
-    for words in choices:
-        if len(prompts) == count:
-            break
+    for words in islice(_choices(options.words, options.seed), count):
         text = f"Write a short story that uses all of these words: {', '.join(words)}."
         payload = {"words": words, "min_length": options.min_length}
         ids = render([{"role": "user", "content": text}])

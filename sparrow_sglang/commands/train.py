@@ -105,9 +105,8 @@ def _check_engine(setup: "Setup") -> None:
 def _train(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from sparrow_sglang.rl.engines.processes import EngineDied
     from sparrow_sglang.rl.learner import TrainersLost
-    from sparrow_sglang.rl.rollout import RolloutError
+    from sparrow_sglang.rl.rollout import EngineDied, RolloutError
     from sparrow_sglang.rl.runs.run import Stopped
     from sparrow_sglang.rl.tasks.rewards import RewardsFailed
     from sparrow_sglang.rl.trainer import train

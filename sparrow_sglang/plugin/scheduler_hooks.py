@@ -212,7 +212,7 @@ def reserve_decode_buffers(
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from sparrow_sglang.attention_backends.gpu_decode import EAGER_ROWS, DecodeShape, buffer_bytes
+    from sparrow_sglang.attention_backends.gpu_decode import EAGER_ROWS, DecodeBuffers, DecodeShape
 
     server_args, parallel = resolved(kvc.server_args), get_parallel()
     graphs = server_args.cuda_graph_config.decode
@@ -226,7 +226,8 @@ def reserve_decode_buffers(
     shape = DecodeShape.of_model(
         schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype, draft_tokens
     )
-    needed = buffer_bytes(shape, rows, num_layers_of(hf_config), torch.device("cuda", kvc.gpu_id))
+    meta, device = torch.device("meta"), torch.device("cuda", kvc.gpu_id)
+    needed = DecodeBuffers(shape, rows, num_layers_of(hf_config), meta, device).num_bytes
     if is_lossless(server_args):
         # Logits of a round, and as much twice while its probabilities are computed, in fp32.
         needed += 3 * 4 * rows * draft_tokens * kvc.model_config.vocab_size

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.benchmarks.rollout import make_requests, replay
 from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.metrics import round_metrics
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.rollout import EngineDied, Sampling
 from sparrow_sglang.rl.types import ABORTED
 
 SAMPLING = Sampling(max_new_tokens=60)

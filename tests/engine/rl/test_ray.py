@@ -28,8 +28,7 @@ from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
-from sparrow_sglang.rl.engines.processes import EngineDied
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.rollout import EngineDied, Sampling
 from sparrow_sglang.rl.tasks import TASKS
 
 MARK = "SPARROW_TEST_CLUSTER"

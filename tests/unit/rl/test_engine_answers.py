@@ -11,9 +11,8 @@ from training import PROMPTS
 
 from sparrow_sglang.rl.engines import local_engine
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
-from sparrow_sglang.rl.engines.processes import EngineDied
 from sparrow_sglang.rl.engines.responses import response_text
-from sparrow_sglang.rl.rollout import RolloutError, Sampling, continued, sample_request
+from sparrow_sglang.rl.rollout import EngineDied, RolloutError, Sampling, continued, sample_request
 from sparrow_sglang.rl.tasks import math
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 
