@@ -1,6 +1,6 @@
 """Rewards of the dense policy on held-out prompts: dense decode, without adapter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
@@ -24,14 +24,18 @@ class Evaluation:
     scores: Scores
     metrics: dict[str, float]
 
-    def lines(self) -> list[str]:
-        lines = []
+    def lines(self) -> Iterator[str]:
         for name in dict.fromkeys(self.sets):
             prefix, which = (f"eval/{name}/", f"{name} ") if name else ("eval/", "")
             rate, error = (self.metrics[f"{prefix}pass_rate{end}"] for end in ("", "_stderr"))
             count = self.sets.count(name)
-            lines.append(f"held-out {which}pass rate {rate:.3f} +- {error:.3f} of {count} prompts")
-        return lines
+            yield f"held-out {which}pass rate {rate:.3f} +- {error:.3f} of {count} prompts"
+
+    def rows(self, decode: Decode) -> list[dict[str, Any]]:
+        rows = response_rows(self.groups, self.scores.rewards, self.scores.parts, decode)
+        per_group = zip(self.sets, self.groups, strict=True)
+        sets = (name for name, group in per_group for _ in group.rollouts)
+        return [{"set": name, **row} for name, row in zip(sets, rows, strict=True)]
 
 
 def evaluate(run: Run) -> Evaluation:
@@ -101,11 +105,3 @@ def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:
         # Exact integers: as floats the binomials overflow from about 1,030 responses on.
         rates.append(1 - Fraction(comb(n - c, k), comb(n, k)))
     return float(sum(rates) / len(rates))
-
-
-def evaluation_rows(evaluation: Evaluation, decode: Decode) -> list[dict[str, Any]]:
-    scores = evaluation.scores
-    rows = response_rows(evaluation.groups, scores.rewards, scores.parts, decode)
-    per_group = zip(evaluation.sets, evaluation.groups, strict=True)
-    sets = (name for name, group in per_group for _ in group.rollouts)
-    return [{"set": name, **row} for name, row in zip(sets, rows, strict=True)]

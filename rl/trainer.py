@@ -10,7 +10,7 @@ from sparrow_sglang.rl.batch import Batch, evenly
 from sparrow_sglang.rl.collect import Collected, collect, collect_partial
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.correction import correct
-from sparrow_sglang.rl.evaluation import evaluate, evaluation_rows
+from sparrow_sglang.rl.evaluation import evaluate
 from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.metrics import (
     entropy_metrics,
@@ -155,9 +155,8 @@ def _evaluate(run: Run) -> None:
     steps, found = run.state.step, evaluate(run)
     for line in found.lines():
         run.log.progress.say(f"after {steps} steps: {line}")
-    rows = evaluation_rows(found, run.setup.tokenizer.decode)
     # Before the checkpoint, during which the run may be killed.
-    run.log.write_evaluation(steps, found.metrics, rows)
+    run.log.write_evaluation(steps, found.metrics, found.rows(run.setup.tokenizer.decode))
     run.keep_if_best(found.metrics["eval/pass_rate"])
 
 

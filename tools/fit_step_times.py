@@ -6,7 +6,6 @@ FILEs are below benchmarks/results; by default those of the last fit. Writes
 sparrow_sglang/planning/step_times.json.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
+from sparrow_sglang.benchmarks.step import model_config, model_shape
 from sparrow_sglang.planning.step_time import CONSTANTS, constants, step_terms
 from sparrow_sglang.schedule_names import load_schedule
 
@@ -30,16 +29,12 @@ def rows_of(files: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, fl
         for row in content["rows"]:
             if (row.get("tp") or 1) > 1 or row.get("quantization"):
                 continue
-            config = json.loads(
-                (ROOT / "benchmarks" / "models" / row["model"] / "config.json").read_text("utf-8")
-            )
-            itemsize = KV_ITEMSIZES[row.get("kv_cache_dtype") or "auto"]
-            shape = dataclasses.replace(ModelShape.from_config(config), kv_itemsize=itemsize)
+            shape = model_shape(row["model"], row.get("kv_cache_dtype") or "auto")
             schedule = None
             if row["schedule"]:
                 own = ROOT / "benchmarks" / "schedules" / Path(row["schedule"]).name
                 schedule = load_schedule(str(own) if own.exists() else row["schedule"], 16)
-                schedule = schedule.for_model(config)
+                schedule = schedule.for_model(model_config(row["model"]))
             lengths = [row["cached_tokens"] // row["batch"]] * row["batch"]
             yield row, step_terms(shape, Path(file).parent.name, lengths, schedule)
 
