@@ -45,9 +45,13 @@ def exported(client: httpx.Client) -> dict[str, dict[str, set[str]]]:
 def test_every_metric_and_label_is_exported(client: httpx.Client) -> None:
     sampling = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
     body = {"input_ids": random_prompt(1, 100), "sampling_params": sampling}
-    client.post("/generate", json=body)
-    # The tail is published once the request has been scored again.
-    wait_until(lambda: "sparrow:acceptance_tail" in exported(client))
+
+    def is_scored() -> bool:
+        # A request is dropped while four others are recorded or wait for their score.
+        client.post("/generate", json=body)
+        return "sparrow:acceptance_tail" in exported(client)
+
+    wait_until(is_scored)
     found = exported(client)
     selectors = [
         (f"{prefix}:{name}", labels)
