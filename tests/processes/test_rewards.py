@@ -89,7 +89,8 @@ def test_what_a_reward_has_started_ends_with_it(tmp_path: Path) -> None:
     with RewardPool(starts_a_process, workers=1, timeout_s=3.0) as pool:
         with pytest.raises(RewardsFailed, match="timeouts"):
             pool.score([group("a", 0.0, [str(file)])])
-        assert not psutil.pid_exists(int(file.read_text()))
+        started = int(file.read_text())
+        assert wait_until(lambda: not psutil.pid_exists(started))
 
 
 def test_scoring_ends_early_where_it_is_given_up_or_its_time_is_over() -> None:
