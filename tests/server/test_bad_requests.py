@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from servers import running_requests
 from waiting import wait_until
 
 PROMPT = [5] * 40
@@ -128,7 +129,7 @@ def test_a_client_that_leaves_ends_no_request_but_its_own(client: httpx.Client) 
         thread.join()
     reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert reasons == ["length"] * 3
-    wait_until(lambda: not client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
+    wait_until(lambda: not running_requests(client))
 
 
 def test_empty_items_to_score(client: httpx.Client) -> None:

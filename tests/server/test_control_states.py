@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapted_models import save_adapter, save_model_of_words
 from safetensors.torch import load_file, save_file
+from servers import running_requests
 from waiting import wait_until
 
 from sparrow_sglang import push_adapter
@@ -50,7 +51,7 @@ def in_flight(client: httpx.Client, **fields: Any) -> Iterator[None]:
     """A request runs within this context, unless it is paused; afterwards it has been aborted."""
     thread = threading.Thread(target=lambda: generated(client, 3000, rid="long", **fields))
     thread.start()
-    wait_until(lambda: client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
+    wait_until(lambda: running_requests(client))
     try:
         yield
     finally:

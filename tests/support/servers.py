@@ -73,6 +73,14 @@ def _serve(http_server: Any, arguments: dict[str, Any]) -> None:
     http_server.launch_server(ServerArgs(**arguments))
 
 
+def running_requests(client: httpx.Client) -> int:
+    # Older versions have this route, and an error in the other one where metrics are on.
+    answer = client.get("/get_load")
+    if answer.status_code == 200:
+        return int(answer.json()[0]["num_reqs"])
+    return int(client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
+
+
 def _wait_until_healthy(url: str, process: Any) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
