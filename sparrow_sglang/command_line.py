@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from sparrow_sglang.json_values import shortened
@@ -48,6 +48,16 @@ def exit_on_sigterm() -> None:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
+
+
+async def replace_signal_handlers(engine: Any, handlers: Mapping[signal.Signals, Any]) -> None:
+    """Put these in the place of those that an `sglang.Engine` sets with its first call. Only the
+    main thread can, and only there SGLang has set any."""
+    engine.tokenizer_manager.auto_create_handle_loop()
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            engine.loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 class OneLineParser(argparse.ArgumentParser):

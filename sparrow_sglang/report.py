@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from sparrow_sglang.calibration.samples import has_measurements
 from sparrow_sglang.command_line import table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
@@ -181,8 +182,8 @@ def _files(path: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(path):
         # Of a run they are large, and hold nothing to report.
         skipped = "checkpoints" if METRICS_FILE in names else ""
-        if "settings.json" in names:
-            # The work folder of a calibration, whose schedules are for measuring.
+        if has_measurements(Path(folder)):
+            # Its schedules are for measuring.
             continue
         folders[:] = sorted(n for n in folders if not n.startswith(".") and n != skipped)
         names = [name for name in names if name == METRICS_FILE or name.endswith(".json")]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 from sparrow_sglang.sglang_install import SUPPORTED, version_problems
 
@@ -45,8 +45,9 @@ class _Resolved:
 
 def resolved(server_args: "ServerArgs") -> "ServerArgs":
     """The arguments to read: what SGLang has decided on so far, else what the user gave."""
-    view: Any = _Resolved(server_args)
-    return view if hasattr(type(server_args), "resolve_once") else server_args
+    if hasattr(type(server_args), "resolve_once"):
+        return cast("ServerArgs", _Resolved(server_args))
+    return server_args
 
 
 def resolve(server_args: "ServerArgs") -> None:

@@ -3,13 +3,13 @@
 import asyncio
 import atexit
 import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from sparrow_sglang.command_line import replace_signal_handlers
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND
@@ -252,13 +252,9 @@ class LocalEngine(RolloutEngine):
     async def _take_signals_back(self, on_sigterm: Any) -> None:
         """Undo SGLang's signal handling, which would kill this process with one of the engine's and
         keep SIGTERM from the trainer. Dead processes are found by polling."""
-        self._manager.auto_create_handle_loop()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGQUIT):
-                self.engine.loop.remove_signal_handler(number)
-            signal.signal(signal.SIGTERM, on_sigterm)
-            # A failing process sends it to its parent; `require_alive` will find it dead.
-            signal.signal(signal.SIGQUIT, lambda *_: None)
+        # A failing process sends SIGQUIT to its parent; `require_alive` will find it dead.
+        handlers = {signal.SIGTERM: on_sigterm, signal.SIGQUIT: lambda *_: None}
+        await replace_signal_handlers(self.engine, handlers)
         if self._manager._subprocess_watchdog is not None:
             self._manager._subprocess_watchdog.stop()
 

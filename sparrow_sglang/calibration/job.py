@@ -19,7 +19,7 @@ from sparrow_sglang.calibration.prompts import (
     read_prompts,
     tokenizer_of,
 )
-from sparrow_sglang.calibration.rule import RuleChoice, rule_settings
+from sparrow_sglang.calibration.rule import RuleChoice, least_pages, rule_settings
 from sparrow_sglang.calibration.samples import Sample, WorkFolder, plan_samples
 from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
@@ -172,7 +172,7 @@ def calibration_job(options: CalibrationOptions) -> Job:
         raise CalibrationError(
             f"--bin-tokens={bin_tokens}: expected a multiple of the page size {page_size}"
         )
-    least = BudgetSchedule.drafts(page_size).least_pages * page_size
+    least = least_pages(page_size) * page_size
     usual = [b for b in BUDGETS if least < b < context] or [least + page_size]
     budgets = sorted(set(options.budgets or usual))
     suffix = "" if options.rule == PUBLISHED else f"-{options.rule}"

@@ -16,6 +16,7 @@ from sparrow_sglang.calibration.job import Job, engine_dtype
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import EngineEndpoint
+from sparrow_sglang.command_line import replace_signal_handlers
 from sparrow_sglang.mismatch.exact_rates import (
     comparing_request,
     exact_rates,
@@ -117,14 +118,9 @@ def take_signals_back(engine: Any) -> None:
         ) -> None:
             engine.loop.stop()
 
-    async def install() -> None:
-        engine.tokenizer_manager.auto_create_handle_loop()
-        engine.loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, on_sigterm)
-
     engine.tokenizer_manager.signal_handler_class = StopLoop
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    engine.loop.run_until_complete(install())
+    own = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+    engine.loop.run_until_complete(replace_signal_handlers(engine, own))
 
 
 def _raise_failed_start(signum: int, frame: FrameType | None) -> None:

@@ -65,6 +65,11 @@ def rule_settings(rule: SelectionRule) -> dict[str, Any]:
     return fields
 
 
+def least_pages(page_size: int) -> int:
+    """The default sinks and recent pages, which no budget goes below."""
+    return BudgetSchedule.drafts(page_size).least_pages
+
+
 def sensitivity_schedule(
     layer: int,
     rule: SelectionRule,
@@ -75,7 +80,7 @@ def sensitivity_schedule(
 ) -> BudgetSchedule:
     """Only `layer` is sparse and reads 1/16 of the context; the others read the whole KV."""
     sharing = layers - len(partial)
-    least = BudgetSchedule.drafts(page_size).least_pages + 1
+    least = least_pages(page_size) + 1
     wanted = max(least, context // SENSITIVITY_SHARE // page_size)
     # Weights have a mean of 1 and one is small, so the budget must be a little above the context.
     pages = -(-context // page_size)
@@ -134,7 +139,7 @@ def dense_schedule(
     share = (sharing - len(dense) * DENSE_SHARE) / (sharing - len(dense))
     weights = sparse * share
     weights[list(dense)] = DENSE_SHARE
-    least = BudgetSchedule.drafts(page_size).least_pages + 1
+    least = least_pages(page_size) + 1
     tokens = max(least, -(-context // page_size // DENSE_SHARE)) * page_size
     name = f"dense-{'-'.join(map(str, dense)) or 'none'}"
     return weighted_schedule(name, rule, weights.tolist(), page_size, tokens, partial)

@@ -77,6 +77,12 @@ def plan_samples(
     return samples
 
 
+def has_measurements(folder: Path) -> bool:
+    """Whether this is a work folder in which something has been measured."""
+    measured = any(folder.glob(_BATCHES)) or (folder / VARIANCES).exists()
+    return measured and (folder / SETTINGS).exists()
+
+
 class WorkFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Raises `CalibrationError` on a folder of other settings, or that cannot be written."""
@@ -91,7 +97,7 @@ class WorkFolder:
             ) from None
         text = json.dumps(settings, indent=1) + "\n"
         # A command that failed before it measured anything may be corrected.
-        if stored is None or not any(path.glob(_BATCHES)) and not (path / VARIANCES).exists():
+        if stored is None or not has_measurements(path):
             with self.writing(SETTINGS) as draft:
                 draft.write_text(text, "utf-8")
             return

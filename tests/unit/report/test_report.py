@@ -351,7 +351,11 @@ def test_what_a_calibration_works_with_is_no_result(tmp_path: Path) -> None:
     BudgetSchedule.fixed(64).save(tmp_path / "m.json")
     for folder in (tmp_path / "m.calibration", tmp_path / "m.calibration" / "pairs"):
         (folder / "settings.json").write_text("{}")
+        (folder / "batch-00000000.parquet").touch()
         BudgetSchedule.fixed(64).save(folder / "rule.json")
+    assert list(find_sources([tmp_path]).schedules) == [tmp_path / "m.json"]
+    # Other programs have files of that name, too.
+    (tmp_path / "settings.json").write_text("{}")
     assert list(find_sources([tmp_path]).schedules) == [tmp_path / "m.json"]
 
 
