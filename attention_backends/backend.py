@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.dense_side import build_dense_side, kv_scales
 from sparrow_sglang.attention_backends.gpu_decode import EAGER_ROWS, DecodeShape, TritonPagedDecode
+from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
@@ -26,7 +27,7 @@ from sparrow_sglang.sglang_arguments import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -73,10 +74,18 @@ def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> Non
         )
 
 
-def _side_by_side(q: torch.Tensor) -> torch.Tensor:
-    """Queries [B, Hq, D] with the heads of a row next to each other, as the kernels read them. Most
-    models pass a view of such rows, which is not copied; Gemma 3 passes a transposed one."""
-    return q if q.stride(1) == q.shape[2] else q.contiguous()
+def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
+    """[B, heads, D] with the heads of a row next to each other, as the kernels read them. Most
+    models pass a view of such rows, which is not copied; Gemma 3 passes transposed queries."""
+    return heads if heads.stride(1) == heads.shape[2] else heads.contiguous()
+
+
+def _holds_numbers_as_computed(pool: "KVCache", dtype: torch.dtype) -> bool:
+    """Whether SGLang would copy new keys and values into the pool of whole sequences unchanged, in
+    rows of tokens: not where it scales or packs them or lays out or translates slots otherwise."""
+    whole = _whole_pool(pool)
+    plain = type(pool) in (MHATokenToKVPool, HybridLinearKVPool) and type(whole) is MHATokenToKVPool
+    return plain and whole.dtype == whole.store_dtype == dtype
 
 
 class SparrowAttnBackend(AttentionBackend):
@@ -128,6 +137,9 @@ class SparrowAttnBackend(AttentionBackend):
         self._last_sparse = max(self.landmarks, default=-1)
         self._keys = {layer: both_pools.get_key_buffer(layer) for layer in self.landmarks}
         on_cuda = model_runner.device == "cuda"
+        self._selection_stores = on_cuda and _holds_numbers_as_computed(
+            both_pools, model_runner.dtype
+        )
         self.dense, self._planning = build_dense_side(model_runner)
         # Whether SGLang has to wait for the lengths of the previous round of lossless decoding.
         self.needs_cpu_seq_lens = not on_cuda or getattr(self.dense, "needs_cpu_seq_lens", True)
@@ -272,12 +284,17 @@ class SparrowAttnBackend(AttentionBackend):
             if self.dense_step:
                 self._end_dense(layer)
             return out
-        sinks = kwargs.pop("sinks", None)
+        arguments: dict[str, Any] = {"sinks": kwargs.pop("sinks", None)}
         _refuse_arguments(layer, kwargs)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            location = KVWriteLoc(forward_batch.out_cache_loc)
-            pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            if self._selection_stores and layer.layer_id in self.landmarks:
+                heads = (-1, layer.tp_k_head_num, layer.head_dim)
+                new = _side_by_side(k.view(heads)), _side_by_side(v.view(heads))
+                arguments["new_tokens"] = NewTokens(*new, forward_batch.out_cache_loc)
+            else:
+                location = KVWriteLoc(forward_batch.out_cache_loc)
+                pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         k_scale, v_scale = kv_scales(layer)
         out = self.sparse.decode(
             _side_by_side(q.view(-1, layer.tp_q_head_num, layer.head_dim)),
@@ -287,6 +304,6 @@ class SparrowAttnBackend(AttentionBackend):
             layer.layer_id,
             layer.scaling * k_scale,
             v_scale,
-            sinks,
+            **arguments,
         )
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)

@@ -262,7 +262,10 @@ class TritonPagedDecode:
         sm_scale: float,
         v_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
+        new_tokens: select.NewTokens | None = None,
     ) -> torch.Tensor:
+        """`TorchPagedDecode.decode`. In sparse layers, `new_tokens` are written to the pool first;
+        None if they are in it already."""
         out = torch.empty_like(q)
         buffers = self._reserved(len(q))
         for start in range(0, len(q), buffers.rows):
@@ -273,14 +276,17 @@ class TritonPagedDecode:
             if landmarks is not None:
                 num_selected, launch = self._num_selected[layer_id, rows], buffers.decode_launch
                 page_ids = buffers.page_ids[:batch]
+                new = new_tokens and select.NewTokens(*(of[rows] for of in new_tokens))
                 select.select_pages(
                     q[rows],
                     k_buffer,
+                    v_buffer,
                     landmarks,
                     pages,
                     seq_lens,
                     num_selected,
                     page_ids,
+                    new,
                     page_size=self._schedule.page_size,
                     sink_pages=self._schedule.sink_pages,
                     recent_pages=self._schedule.recent_pages,

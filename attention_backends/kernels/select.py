@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparrow_sglang.attention_backends.kernel_limits import MAX_PAGES
 from sparrow_sglang.attention_backends.kernels.common import (
     assert_dense,
+    dependent_launch,
     head_columns,
     head_mask,
     pair_columns,
@@ -34,6 +35,15 @@ _INT4_PAGES = {128: 128, 256: 32}
 _INT4_STAGES = 5
 # The interpreter has no inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class NewTokens(NamedTuple):
+    """KV of each row's current token, [bs, Hkv, D] in the pool's dtype with the heads of a row next
+    to each other, and the [bs] slots of the pool where it belongs."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
 
 
 class SelectScratch(NamedTuple):
@@ -153,42 +163,34 @@ def _unpack(codes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def _score_int4_pages(
-    q_group: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    pairs: tl.tensor,
-    head: tl.tensor,
-    pages: tl.tensor,
-    keys: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks. Codes stay
-    integers: converting 4 bits to a float costs more than loading them. A query becomes a
-    fixed-point number of 31 bits, or 27 in second members, at the exponent of its largest channel,
-    in four int8 digits. The sums of codes times digits are exact; fp32 is used only to combine
-    them. A query that is not finite makes a product that is not a number, and counts for no
-    page."""
-    # Columns 4h to 4h + 3 hold the digits of query h; tensor cores take 8 columns or more.
-    COLUMNS: tl.constexpr = max(4 * GROUP_PAD, 8)
-    ROWS: tl.constexpr = LANDMARKS * BLOCK
-    pair = pair_columns(PAIRS)
-    WIDTH: tl.constexpr = pair.shape[0]
-    # A query's channels: first members of RUN pairs, their second ones, then the next pairs.
-    RUN: tl.constexpr = 4 if WIDTH == 16 else WIDTH
-    member = tl.arange(0, 2 * WIDTH) // RUN % 2
-    of_pair = tl.arange(0, 2 * WIDTH) // (2 * RUN) * RUN + tl.arange(0, 2 * WIDTH) % RUN
+def _pair_channels(
+    pairs: tl.tensor, head: tl.tensor, D: tl.constexpr, PAIRS: tl.constexpr, RUN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """A query's channels, and which of them exist: first members of RUN pairs, their second ones,
+    then the next pairs."""
+    index = tl.arange(0, 2 * pair_columns(PAIRS).shape[0])
+    of_pair = index // (2 * RUN) * RUN + index % RUN
     exists = of_pair < PAIRS
-    channel = tl.load(pairs + head * PAIRS + of_pair, mask=exists, other=0) + member * (D // 2)
+    pair = tl.load(pairs + head * PAIRS + of_pair, mask=exists, other=0)
+    return pair + index // RUN % 2 * (D // 2), exists
+
+
+@triton.jit
+def _query_digits(
+    q_group: tl.tensor,
+    channel: tl.tensor,
+    exists: tl.tensor,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    D: tl.constexpr,
+    RUN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The group's queries as int8 digits [channels, COLUMNS], what the sums of codes times digits
+    start from, and the units of two digits each, [COLUMNS / 2]. A query becomes a fixed-point
+    number of 31 bits, or 27 in second members, at the exponent of its largest channel, in four
+    digits: columns 4h to 4h + 3 hold those of query h. The unit of a query that is not finite is
+    not a number."""
+    member = tl.arange(0, channel.shape[0]) // RUN % 2
     # Padding columns repeat heads of the group, which changes no maximum.
     of_head = (tl.arange(0, COLUMNS) // 4) % GROUP
     query = tl.load(
@@ -209,12 +211,41 @@ def _score_int4_pages(
     digits = tl.where(place < 3, byte, byte ^ 128) - 128
     # First members are stored as 8 + code; starting at this offset cancels the 8.
     offset = -8 * tl.sum(tl.where(member[:, None] == 0, digits, 0), axis=0)
-    digits = digits.to(tl.int8)
-    start_value = tl.zeros((ROWS, COLUMNS), tl.int32) + offset[None, :]
     # Sums of two neighbouring digits are combined as integers, so only even columns need a unit.
     unit = ((exponent - 29 + 8 * (tl.arange(0, COLUMNS) % 4)) << 23).to(tl.float32, bitcast=True)
     unit = tl.where(finite, unit, float("nan"))
     unit, _ = tl.split(tl.reshape(unit, (COLUMNS // 2, 2)))
+    return digits.to(tl.int8), offset, unit
+
+
+@triton.jit
+def _score_int4_pages(
+    digits: tl.tensor,
+    offset: tl.tensor,
+    unit: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    head: tl.tensor,
+    pages: tl.tensor,
+    keys: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    HEADS: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Write the keys of pages [first, end), each of which has LANDMARKS int4 landmarks, for the
+    queries that `_query_digits` gives. Codes stay integers: converting 4 bits to a float costs more
+    than loading them. The sums of codes times digits are exact; fp32 is used only to combine them.
+    A query that is not finite counts for no page."""
+    COLUMNS: tl.constexpr = digits.shape[1]
+    ROWS: tl.constexpr = LANDMARKS * BLOCK
+    pair = pair_columns(PAIRS)
+    WIDTH: tl.constexpr = pair.shape[0]
+    start_value = tl.zeros((ROWS, COLUMNS), tl.int32) + offset[None, :]
     landmark = tl.arange(0, LANDMARKS)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         # Rows past the end repeat the last page, which costs less than masking them.
@@ -251,6 +282,10 @@ def _score_int4_pages(
 def _select_kernel(
     q: tl.tensor,
     k_buffer: tl.tensor,
+    v_buffer: tl.tensor,
+    new_keys: tl.tensor,
+    new_values: tl.tensor,
+    new_slots: tl.tensor,
     landmarks: tl.tensor,
     scales: tl.tensor,
     pairs: tl.tensor,
@@ -261,6 +296,8 @@ def _select_kernel(
     keys: tl.tensor,
     arrivals: tl.tensor,
     q_stride: tl.tensor,
+    new_keys_stride: tl.tensor,
+    new_values_stride: tl.tensor,
     table_stride: tl.tensor,
     keys_stride: tl.tensor,
     width: tl.tensor,
@@ -271,6 +308,7 @@ def _select_kernel(
     PAGE: tl.constexpr,
     SINK_PAGES: tl.constexpr,
     RECENT_PAGES: tl.constexpr,
+    STORE: tl.constexpr,
     UPDATE_LANDMARK: tl.constexpr,
     LANDMARKS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -279,6 +317,7 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
     DEPENDENTS: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) scores its share; the last split to finish selects.
@@ -288,6 +327,12 @@ def _select_kernel(
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
+    columns = head_columns(D)
+    if PAIRS > 0:
+        RUN: tl.constexpr = 4 if PAIRS <= 16 else pair_columns(PAIRS).shape[0]
+        channel, exists = _pair_channels(pairs, head, D, PAIRS, RUN)
+    if EARLY:
+        gdc_wait()
     # A small batch mostly waits for the loads before the first landmark: they are issued together,
     # before any branch.
     keep = tl.load(num_selected + row)
@@ -295,18 +340,33 @@ def _select_kernel(
     q_group = q + row * q_stride + head * GROUP * D
     if PAIRS == 0:
         member = tl.arange(0, GROUP_PAD)
-        columns = head_columns(D)
         group = tl.load(
             q_group + member[:, None] * D + columns[None, :],
             mask=head_mask(member[:, None] < GROUP, columns, D),
             other=0.0,
         )
+    else:
+        # Tensor cores take 8 columns or more.
+        COLUMNS: tl.constexpr = max(4 * GROUP_PAD, 8)
+        digits, offset, unit = _query_digits(q_group, channel, exists, GROUP, COLUMNS, D, RUN)
+    if STORE:
+        stores = (columns < D) & (split == 0)
+        slot = tl.load(new_slots + row).to(tl.int64)
+        at = head * D + columns
+        new_key = tl.load(new_keys + row * new_keys_stride + at, mask=stores)
+        new_value = tl.load(new_values + row * new_values_stride + at, mask=stores)
     num_pages = tl.cdiv(seq_len, PAGE)
     pages = page_table + row * table_stride
     selected = page_ids + pair.to(tl.int64) * width
     row_keys = keys + pair.to(tl.int64) * keys_stride
+    if STORE:
+        tl.store(k_buffer + slot * HEADS * D + at, new_key, mask=stores)
+        tl.store(v_buffer + slot * HEADS * D + at, new_value, mask=stores)
     if UPDATE_LANDMARK:
         if split == 0:
+            if STORE:
+                # Other threads of this program read the new key.
+                tl.debug_barrier()
             update_landmark_of_last_page(
                 k_buffer,
                 landmarks,
@@ -337,21 +397,20 @@ def _select_kernel(
             end = tl.minimum(first + share, num_pages - RECENT_PAGES)
             if PAIRS > 0:
                 _score_int4_pages(
-                    q_group,
+                    digits,
+                    offset,
+                    unit,
                     landmarks,
                     scales,
-                    pairs,
                     head,
                     pages,
                     row_keys,
                     first,
                     end,
-                    GROUP,
-                    GROUP_PAD,
                     HEADS,
-                    D,
                     LANDMARKS,
                     PAIRS,
+                    RUN,
                     BLOCK,
                     STAGES,
                 )
@@ -384,11 +443,13 @@ def _select_kernel(
 def select_pages(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
     landmarks: Landmarks,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
     num_selected: torch.Tensor,
     page_ids: torch.Tensor,
+    new_tokens: NewTokens | None = None,
     *,
     page_size: int,
     sink_pages: int,
@@ -402,7 +463,7 @@ def select_pages(
 
     Args:
         q: [bs, Hq, D], queries after RoPE; 1 to 16 query heads for each KV head.
-        k_buffer: [num_slots, Hkv, D], contiguous; the current token's key is in it already.
+        k_buffer, v_buffer: [num_slots, Hkv, D], contiguous.
         landmarks: with update_landmark those of each page that the current token filled are
             written.
         page_table: [bs, max_pages] int32, physical pages.
@@ -411,6 +472,7 @@ def select_pages(
             sink_pages + recent_pages.
         page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
+        new_tokens: written to the buffers first; None if they are in them already.
         recent_pages: at least 1: the page being written is never scored.
         dependents: the next launch of the stream is `sparse_decode` with `after_select`.
     """
@@ -418,7 +480,7 @@ def select_pages(
     num_kv_heads = k_buffer.shape[1]
     group, rows = num_q_heads // num_kv_heads, batch * num_kv_heads
     max_pages = page_table.shape[1]
-    assert_dense(k_buffer, page_ids, *landmarks)
+    assert_dense(k_buffer, v_buffer, page_ids, *landmarks)
     assert q.stride(1) == head_dim and num_q_heads == group * num_kv_heads and recent_pages > 0
     assert max_pages <= min(MAX_PAGES, scratch.keys.shape[1]) and rows <= len(scratch.arrivals)
     pairs = 0
@@ -427,9 +489,15 @@ def select_pages(
         count, pairs = landmarks.codes.shape[2:]
     else:
         stored, count = (landmarks.means,) * 3, 1
+    new = new_tokens or NewTokens(k_buffer, v_buffer, seq_lens)
+    assert new.keys.stride()[1:] == new.values.stride()[1:] == (head_dim, 1)
+    assert new.keys.dtype == k_buffer.dtype and new.values.dtype == v_buffer.dtype
+    early = dependent_launch(q.device)
     _select_kernel[(rows, launch.splits)](
         q,
         k_buffer,
+        v_buffer,
+        *new,
         *stored,
         page_table,
         seq_lens,
@@ -438,6 +506,8 @@ def select_pages(
         scratch.keys,
         scratch.arrivals,
         q.stride(0),
+        new.keys.stride(0),
+        new.values.stride(0),
         page_table.stride(0),
         scratch.keys.stride(0),
         page_ids.shape[2],
@@ -448,6 +518,7 @@ def select_pages(
         PAGE=page_size,
         SINK_PAGES=sink_pages,
         RECENT_PAGES=recent_pages,
+        STORE=new_tokens is not None,
         UPDATE_LANDMARK=update_landmark,
         LANDMARKS=count,
         PAIRS=pairs,
@@ -456,6 +527,9 @@ def select_pages(
         BLOCK=launch.block_pages,
         STAGES=launch.stages,
         CHUNK=min(triton.next_power_of_2(max_pages), _MAX_CHUNK),
+        EARLY=early,
         DEPENDENTS=dependents,
         num_warps=launch.num_warps,
+        # Triton's interpreter does not take this argument.
+        **({"launch_pdl": True} if early else {}),
     )

@@ -181,6 +181,7 @@ class Step:
         select.select_pages(
             self.q,
             self.k,
+            self.v,
             self.stored(),
             self.page_table,
             self.seq_lens,

@@ -2,13 +2,15 @@
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from contract import budget_pages, decode_one, layer_budget
 from pools import Pool, chosen_pairs
 
+from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
+from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import (
     FP8,
     Landmarks,
@@ -16,14 +18,11 @@ from sparrow_sglang.attention_backends.landmarks import (
     kept_pairs,
 )
 from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule
 
-if TYPE_CHECKING:
-    from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
-    from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-
-    Step = TorchPagedDecode | TritonPagedDecode
+Step = TorchPagedDecode | TritonPagedDecode
 
 HEADS = [(9, 3), (2, 2), (16, 1), (6, 2), (7, 1), (4, 4), (10, 2)]
 SPARSE_LAYERS = (1, 2)
@@ -39,6 +38,7 @@ class StepCase:
         dtype: that of queries; `kv_dtype` that of the pool, whose numbers times `kv_scales` are
             keys and values.
         sinks: [Hq] attention sinks, or None.
+        last: slots of the new tokens.
     """
 
     schedule: BudgetSchedule
@@ -51,6 +51,7 @@ class StepCase:
     heads: tuple[int, int]
     head_dim: int
     budgets: BudgetTable = field(init=False)
+    last: torch.Tensor = field(init=False)
 
     @classmethod
     def draw(
@@ -128,6 +129,7 @@ class StepCase:
         pool = self.pool
         for name in ("k", "v", "q", "req_to_token", "rows", "lengths"):
             setattr(pool, name, getattr(pool, name).to(device))
+        self.last = torch.stack([slots[-1] for slots in pool.slots]).to(device)
         self.sinks = None if self.sinks is None else self.sinks.to(device)
         self.budgets = BudgetTable(self.schedule, LAYERS, len(pool.req_to_token), device)
         self.budgets.set_options(pool.rows.tolist(), self.options)
@@ -143,13 +145,13 @@ class StepCase:
             buffer.copy_(poisoned.to(buffer.dtype))
         return self
 
-    def run(self, step: "Step") -> list[torch.Tensor]:
+    def run(self, step: Step) -> list[torch.Tensor]:
         """Prefill all but the last token of each request, then decode it in each layer."""
         landmarks = self.prefill(step)
         step.plan_decode(self.pool.rows, self.pool.lengths, self.pool.lengths.cpu())
         return self.decode(step, landmarks)
 
-    def prefill(self, step: "Step") -> dict[int, Landmarks]:
+    def prefill(self, step: Step) -> dict[int, Landmarks]:
         """Landmarks of the sparse layers, of a prefill in two chunks."""
         pool, page_size = self.pool, self.schedule.page_size
         before = (pool.lengths - 1).clamp_min(1)
@@ -178,16 +180,26 @@ class StepCase:
                 assert written.at(full.long() // page_size).values().isfinite().all()
         return landmarks
 
-    def decode(self, step: "Step", landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:
-        """Outputs of the planned step, by layer."""
+    def decode(self, step: Step, landmarks: dict[int, Landmarks]) -> list[torch.Tensor]:
+        """Outputs of the planned step, by layer. On GPUs the selection stores the new tokens."""
         pool, (k_scale, v_scale) = self.pool, self.kv_scales
         scale = self.head_dim**-0.5 * k_scale
-        return [
-            step.decode(
-                pool.q, pool.k, pool.v, landmarks.get(layer), layer, scale, v_scale, self.sinks
+        stores = isinstance(step, TritonPagedDecode) and self.kv_dtype == self.dtype
+        # Views of rows that hold both, as a model's projection writes them.
+        both = torch.cat([pool.k[self.last], pool.v[self.last]], dim=1).split(self.heads[1], dim=1)
+        outputs = []
+        for layer in range(LAYERS):
+            arguments: dict[str, Any] = {"sinks": self.sinks}
+            if stores and layer in landmarks:
+                for buffer in (pool.k, pool.v):
+                    buffer.index_fill_(0, self.last, torch.nan)
+                arguments["new_tokens"] = NewTokens(*both, self.last)
+            outputs.append(
+                step.decode(
+                    pool.q, pool.k, pool.v, landmarks.get(layer), layer, scale, v_scale, **arguments
+                )
             )
-            for layer in range(LAYERS)
-        ]
+        return outputs
 
     def expected(self, layer: int, row: int) -> np.ndarray:
         """What the contract gives for a request, [Hq, D]."""

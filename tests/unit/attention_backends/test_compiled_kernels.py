@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS
+from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.selection import SelectionRule
@@ -75,7 +76,8 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
         lengths = torch.ones(batch, dtype=torch.int64)
         step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
         q = torch.zeros(batch, 2 * kv_heads, DIM, dtype=torch.bfloat16)
-        step.decode(q, pool, pool, landmarks, 0, 1.0)
+        new = NewTokens(pool[:1].expand(batch, -1, -1), pool[:1].expand(batch, -1, -1), lengths)
+        step.decode(q, pool, pool, landmarks, 0, 1.0, new_tokens=new)
         step.decode(q, pool, pool, None, 1, 1.0)
 
     step.compile_prefill({0: pool}, {0: landmarks})
