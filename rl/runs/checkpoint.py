@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,7 @@ _FREE = (
     "task.reward_workers",
     "task.train_path",
 )
+_OF_A_MIX = re.compile(r"^task\.options\.[^.]+\.")
 
 
 @dataclass
@@ -309,7 +311,9 @@ def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
         )
     whole, chosen = config.model_dump(mode="json"), config.model_dump(exclude_defaults=True)
     for key, before, now in _differences(saved, whole, chosen):
-        if key not in _FREE and key.split(".")[0] not in _FREE:
+        # The tasks of a mix read files as well.
+        place = _OF_A_MIX.sub("task.", key) if config.task.name == "mix" else key
+        if not any(place == free or place.startswith(f"{free}.") for free in _FREE):
             raise InputError(
                 f"{key}={now!r}: expected {before!r}, as in the run in {folder.parents[1]}, or a"
                 f" new run_dir. Free to change are {', '.join(_FREE[1:])}"

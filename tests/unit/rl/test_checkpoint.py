@@ -21,6 +21,7 @@ from sparrow_sglang.rl.config import (
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
+    TaskConfig,
     TrainConfig,
 )
 from sparrow_sglang.rl.learner import Learner
@@ -116,6 +117,21 @@ def test_settings_and_data_that_the_run_depends_on_must_not_change(tiny_llama, t
     heavier = now.optimizer.model_copy(update={"weight_decay": 0.5})
     with pytest.raises(InputError, match="optimizer.weight_decay=0.5: .* optimizer.lr"):
         checkpoints.begin(now.model_copy(update={"optimizer": heavier}), True, "abc")
+
+
+def test_held_out_sets_and_the_files_of_a_mix_may_move(tiny_llama, tmp_path):
+    def run(folder, **more):
+        path = f"{folder}/a.jsonl"
+        task = {"name": "math", "train_path": path, "heldout_sets": {"easy": path}, **more}
+        options = {"sums": task, "tales": {"name": "story"}}
+        mix = TaskConfig(name="mix", heldout_sets={"easy": path}, options=options)
+        return config(tmp_path).model_copy(update={"task": mix})
+
+    checkpoints, written = Checkpoints(tmp_path, keep=1), learner(policy(tiny_llama, "float32"))
+    folder = checkpoints.save(written, Tokenizer(), run("old"), State(2))
+    assert checkpoints.begin(run("new", heldout_path="b.jsonl"), True, "") == folder
+    with pytest.raises(InputError, match="task.options.sums.duplicates"):
+        checkpoints.begin(run("new", duplicates="keep"), True, "")
 
 
 @pytest.mark.parametrize(
