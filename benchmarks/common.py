@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.command_line import OneLineParser, count, exit_on_sigterm
-from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
+from sparrow_sglang.command_line import OneLineParser, at_least, exit_on_sigterm
+from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, MAX_DRAFT_TOKENS
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
 
@@ -18,6 +18,9 @@ MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""
 STOCK = "stock"
 """Instead of a backend's name: the one that SGLang itself chooses for model, GPU and version."""
+OWN_ARGUMENTS = ("attention_backend", "sparrow_schedule", "speculative_algorithm")
+"""Arguments of an engine that the benchmarks set by flags of their own."""
+_ACCEPTANCE_RATE = 0.96
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -47,17 +50,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _rate(text: str) -> float:
-    rate = float(text)
-    if not 0 <= rate <= 1:
+def rate(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"{text}: expected 0 to 1")
-    return rate
+    return number
 
 
 def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
     parser.add_argument(
         "--drafts",
-        type=count,
+        type=at_least(1, MAX_DRAFT_TOKENS - 1),
         nargs="+" if several else None,
         default=[None] if several else None,
         metavar="K",
@@ -65,10 +68,20 @@ def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
     )
     parser.add_argument(
         "--acceptance-rate",
-        type=_rate,
-        default=0.96,
-        help="chance that a draft is accepted, which random weights do not give",
+        type=rate,
+        help="chance that a draft is accepted, which random weights do not give (default:"
+        f" {_ACCEPTANCE_RATE})",
     )
+
+
+def set_acceptance_rate(options: argparse.Namespace, forced: bool) -> None:
+    """Set the default of --acceptance-rate; raises `ValueError` where none is `forced`."""
+    if options.acceptance_rate is None:
+        options.acceptance_rate = _ACCEPTANCE_RATE
+    elif not forced:
+        raise ValueError(
+            f"--acceptance-rate {options.acceptance_rate}: expected random weights and --drafts"
+        )
 
 
 def tokens_per_round(drafts: int, acceptance_rate: float) -> float:

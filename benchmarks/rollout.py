@@ -18,6 +18,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
+    OWN_ARGUMENTS,
     STOCK,
     add_draft_options,
     add_engine_arguments,
@@ -30,9 +31,10 @@ from sparrow_sglang.benchmarks.common import (
     known_models,
     read_result,
     require_cuda,
+    set_acceptance_rate,
 )
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.command_line import count
+from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.environment import exported
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
@@ -273,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
         help="attention backend of SGLang to compare with (default: SGLang's own choice;"
         " torch_native without a GPU)",
     )
-    add("--sequences", type=count, default=64, help=f"a multiple of {GROUP}")
+    add("--sequences", type=at_least(1, 2**16), default=64, help=f"a multiple of {GROUP}")
     add("--mean-tokens", type=count, default=8192, help="mean of the log-normal lengths")
     add("--max-tokens", type=count, default=32768, help="longer lengths are cut off there")
     add("--prompt-tokens", type=count, default=256, help="tokens per prompt")
@@ -320,10 +322,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
+        set_acceptance_rate(options, bool(options.drafts) and options.model_path is None)
         lengths = request_lengths(options)
         model, dense_backend = _model(options), _dense_backend(options)
-        arguments, positions = engine_arguments(options.engine_args), "max_position_embeddings"
-        context = arguments.get("context_length") or model.config[positions]
+        arguments = engine_arguments(options.engine_args, OWN_ARGUMENTS)
+        context = arguments.get("context_length") or model.config["max_position_embeddings"]
         longest = options.prompt_tokens + max(lengths)
         if longest >= context:
             raise ValueError(

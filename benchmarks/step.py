@@ -20,6 +20,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
+    OWN_ARGUMENTS,
     STOCK,
     add_draft_options,
     add_engine_arguments,
@@ -30,8 +31,10 @@ from sparrow_sglang.benchmarks.common import (
     engine_settings,
     in_fresh_process,
     known_models,
+    rate,
     read_result,
     require_cuda,
+    set_acceptance_rate,
     tokens_per_round,
 )
 from sparrow_sglang.client.control import get_schedule
@@ -69,9 +72,9 @@ EXAMPLES = """\
 """
 
 
-def batch_lengths(case: str) -> list[int]:
-    """Sequence lengths of a case `BATCHxLENGTH`. Raises `ValueError` on another form, and on
-    lengths at which a step cannot be timed."""
+def batch_and_length(case: str) -> tuple[int, int]:
+    """The numbers of a case `BATCHxLENGTH`. Raises `ValueError` on another form, and on a length at
+    which a step cannot be timed."""
     match = re.fullmatch(r"([1-9]\d*)x(\d+)", case, re.ASCII)
     if match is None:
         raise ValueError(f"case {case!r}: expected BATCHxLENGTH")
@@ -79,7 +82,7 @@ def batch_lengths(case: str) -> list[int]:
     # The last LONG tokens of a length are generated.
     if not LONG < length <= LONGEST:
         raise ValueError(f"case {case!r}: expected a length of {LONG + 1} to {LONGEST} tokens")
-    return [length] * batch
+    return batch, length
 
 
 def model_config(model: str) -> dict[str, Any]:
@@ -101,7 +104,8 @@ def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
 
 def step_bytes(
     shape: ModelShape,
-    lengths: list[int],
+    batch: int,
+    cached: int,
     schedule: BudgetSchedule | None,
     ranks: int = 1,
     same_experts: bool = False,
@@ -112,8 +116,8 @@ def step_bytes(
     ones; otherwise as many count as the batch is expected to choose. Under the quantization "fp8"
     all weights but those of the output projection take one byte; of others the 16-bit weights are
     counted."""
-    part, batch = shape.on_rank(ranks), len(lengths)
-    moved = step_time.step_bytes(part, lengths, schedule)
+    part = shape.on_rank(ranks)
+    moved = step_time.step_bytes(part, batch, cached, schedule)
     weights = part.weights_read(1 if same_experts else batch)
     weight_bytes = 2 * weights
     if quantization == "fp8":
@@ -137,14 +141,16 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (statistics.median(times_ms) / 1e3)
 
 
-def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of a decode step at about `lengths` cached tokens, and seconds of a prefill.
+def time_steps(
+    engine: Any, batch: int, length: int, vocab_size: int, repeats: int
+) -> dict[str, Any]:
+    """Milliseconds of a decode step at about `length` cached tokens, and seconds of a prefill.
     With lossless decoding a step is a round. Both are medians of `repeats`; the first prefill, in
     which kernels may be compiled, is recorded as `first_prefill_s` and does not count."""
     draw = random.Random(1)
     prompts = [
         [draw.randrange(1000, vocab_size - 1000) for _ in range(length - LONG)]
-        for length in lengths
+        for _ in range(batch)
     ]
 
     def generate(new_tokens: int) -> tuple[float, int]:
@@ -178,8 +184,8 @@ def time_steps(engine: Any, lengths: list[int], vocab_size: int, repeats: int) -
     steps_ms = [step_ms() for _ in range(repeats)]
     connect(engine).flush_cache(60.0)
     return {
-        "batch": len(lengths),
-        "cached_tokens": sum(lengths),
+        "batch": batch,
+        "cached_tokens": batch * length,
         "step_ms": statistics.median(steps_ms),
         "step_ms_all": steps_ms,
         "prefill_s": statistics.median(prefills_s),
@@ -195,17 +201,16 @@ def engine_defaults(
     schedule: str | None,
     drafts: int | None = None,
 ) -> dict[str, Any]:
-    batches = [batch_lengths(case) for case in options.cases]
-    batch_sizes = sorted({len(lengths) for lengths in batches})
+    batches, lengths = zip(*map(batch_and_length, options.cases), strict=True)
     # SGLang does not use the last positions of a context for requests.
-    context = max(CONTEXT, *(max(lengths) + SHORT for lengths in batches))
+    context = max(CONTEXT, max(lengths) + SHORT)
     arguments = engine_settings(MODELS / model, False, backend, schedule, drafts)
     arguments |= {
         "context_length": context,
         "mem_fraction_static": options.memory_fraction,
         # Capturing a graph takes seconds, and no other batch size is timed.
-        "cuda_graph_bs_decode": batch_sizes,
-        "max_running_requests": batch_sizes[-1],
+        "cuda_graph_bs_decode": sorted(set(batches)),
+        "max_running_requests": max(batches),
         "tp_size": options.tp,
         "ep_size": options.ep,
     }
@@ -250,13 +255,13 @@ def measure(
             schedule = get_schedule(engine)
         pool = engine.get_server_info()["max_total_num_tokens"]
         for case in options.cases:
-            lengths = batch_lengths(case)
-            if sum(lengths) > pool:
+            batch, length = batch_and_length(case)
+            if batch * length > pool:
                 # Some sequences would have to wait, and the timed steps would not contain them.
                 print(f"{model} {served} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
             quantization = given.get("quantization")
-            moved = step_bytes(shape, lengths, schedule, options.tp, alike, quantization)
+            moved = step_bytes(shape, batch, length, schedule, options.tp, alike, quantization)
             row: dict[str, Any] = {
                 "model": model,
                 "backend": served,
@@ -269,7 +274,7 @@ def measure(
                 "quantization": quantization,
                 "pool_tokens": pool,
             }
-            row |= time_steps(engine, lengths, shape.vocab_size, options.repeats)
+            row |= time_steps(engine, batch, length, shape.vocab_size, options.repeats)
             if drafts:
                 tokens = tokens_per_round(drafts, options.acceptance_rate)
                 row |= {
@@ -284,7 +289,7 @@ def measure(
                 "bytes": moved,
                 "bandwidth_tb_s": bandwidth / 1e12,
                 "floor_ms": moved / bandwidth * 1e3,
-                "tokens_per_s": len(lengths) / row["step_ms"] * 1e3,
+                "tokens_per_s": batch / row["step_ms"] * 1e3,
             }
             add_row(options.out, row)
             took = f"step {row['step_ms']:.2f} ms (floor {row['floor_ms']:.2f})"
@@ -373,7 +378,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ep", type=count, default=1, help="expert parallelism: 1, or the number of --tp")
     add("--repeats", type=count, default=3, help="measurements, of which the median counts")
     add_draft_options(parser, several=True)
-    add("--memory-fraction", type=float, default=0.88, help="SGLang's mem_fraction_static")
+    add("--memory-fraction", type=rate, default=0.88, help="SGLang's mem_fraction_static")
     add_engine_arguments(parser)
     return parser
 
@@ -381,11 +386,15 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> None:
     """Raise a `ValueError` that names an option that cannot work."""
     kv_cache_dtype(options)
+    set_acceptance_rate(options, options.drafts != [None])
     for case in options.cases:
-        batch_lengths(case)
-    for name in engine_arguments(options.engine_args):
-        if name in ("tp_size", "ep_size"):
-            raise ValueError(f"--engine-args {name}: set --{name.removesuffix('_size')} instead")
+        batch_and_length(case)
+    engine_arguments(options.engine_args, (*OWN_ARGUMENTS, "tp_size", "ep_size"))
+    if BACKEND not in options.backends.split(","):
+        for name in ("schedules", "drafts"):
+            if (given := getattr(options, name)) != _parser().get_default(name):
+                raise ValueError(f"--{name} {given}: expected {BACKEND} in --backends")
+        options.schedules = []
     if options.ep not in (1, options.tp):
         raise ValueError(f"--ep {options.ep}: expected 1, or the GPUs of --tp {options.tp}")
     for model in options.models.split(","):

@@ -12,16 +12,16 @@ from typing import Any, NoReturn
 from sparrow_sglang.json_values import shortened
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """An argparse `type` of whole numbers from `least` on."""
+def at_least(least: int, most: int = 2**30) -> Callable[[str], int]:
+    """An argparse `type` of whole numbers from `least` to `most`."""
 
     def parse(word: str) -> int:
         try:
             number = int(word)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"expected {least} or more, got {word}")
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected {least} to {most}, got {word}")
         return number
 
     return parse

@@ -35,8 +35,8 @@ def rows_of(files: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, fl
                 own = ROOT / "benchmarks" / "schedules" / Path(row["schedule"]).name
                 schedule = load_schedule(str(own) if own.exists() else row["schedule"], 16)
                 schedule = schedule.for_model(model_config(row["model"]))
-            lengths = [row["cached_tokens"] // row["batch"]] * row["batch"]
-            yield row, step_terms(shape, Path(file).parent.name, lengths, schedule)
+            size = row["batch"], row["cached_tokens"] // row["batch"]
+            yield row, step_terms(shape, Path(file).parent.name, *size, schedule)
 
 
 def main(files: Sequence[str]) -> None:

@@ -39,6 +39,8 @@ BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 614
            16384, 24576)  # fmt: skip
 SHORT_CONTEXT = 16384
 SHORT_BIN_TOKENS = 1024
+PROMPTS_PER_BIN = 24
+MAX_GENERATIONS = 2**20
 GIVEN_RESPONSE_ENGINE_ARGS = {
     "enable_custom_logit_processor": True,
     # An overlapping scheduler would launch a step before the request has the token of the last one.
@@ -46,7 +48,7 @@ GIVEN_RESPONSE_ENGINE_ARGS = {
 }
 _MORE_SPARSE = "longer prompts, more --new-tokens or smaller budgets"
 # A response is compared on the engine that generated it, so data parallelism is none of them.
-_OWN_ARGUMENTS = (
+OWN_ARGUMENTS = (
     *("attention_backend", "page_size", "random_seed", "sparrow_schedule", "speculative_algorithm"),
     "dp_size",
 )
@@ -65,11 +67,11 @@ class CalibrationOptions:
     work: Path | None = None
     budgets: Sequence[int] = ()
     rule: str | None = None
-    page_size: int = PAGE_SIZE
+    page_size: int | None = None
     bin_tokens: int | None = None
     new_tokens: int = 128
     samples: int = 1
-    prompts_per_bin: int = 24
+    prompts_per_bin: int | None = None
     min_tokens: int = 1000
     batch: int = 128
     seed: int = 0
@@ -81,10 +83,12 @@ class CalibrationOptions:
                 raise CalibrationError(
                     f"--target {target}: expected a tail between 0 and 1, e.g. 0.86"
                 )
-        given = {"rule": self.rule, "budgets": self.budgets, "bin-tokens": self.bin_tokens}
-        for name, value in given.items():
-            if self.check and value:
-                raise CalibrationError(f"--{name} with --check: expected one of the two")
+        for name in ("rule", "budgets", "bin_tokens", "page_size"):
+            if self.check and getattr(self, name):
+                flag = name.replace("_", "-")
+                raise CalibrationError(f"--{flag} with --check: expected one of the two")
+        if self.prompts and self.prompts_per_bin:
+            raise CalibrationError("--prompts-per-bin with --prompts: expected one of the two")
         if self.out is not None and self.out in map(Path, self.check):
             raise CalibrationError(f"--out {self.out}: expected another file than in --check")
 
@@ -165,7 +169,7 @@ def calibration_job(options: CalibrationOptions) -> Job:
             raise CalibrationError(
                 f"--out {cut(str(path))}: expected a schedule's name, {NAME.pattern}, and .json"
             )
-    context, page_size = model["context"], options.page_size
+    context, page_size = model["context"], options.page_size or PAGE_SIZE
     default = SHORT_BIN_TOKENS if context <= SHORT_CONTEXT else BIN_TOKENS
     bin_tokens = options.bin_tokens or default // page_size * page_size
     if bin_tokens % page_size:
@@ -218,7 +222,7 @@ def check_job(options: CalibrationOptions) -> Job:
         options,
         model,
         schedules,
-        settings={"page_size": page_size, "schedules": measured},
+        settings={"schedules": measured},
         schedule=options.check[0],
         page_size=page_size,
         bin_tokens=tail_bin_tokens(schedules[0]),
@@ -255,17 +259,22 @@ def _job(
                     f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
                 )
     else:
-        sizes = context, fields["bin_tokens"], options.new_tokens, options.prompts_per_bin
+        per_bin = options.prompts_per_bin or PROMPTS_PER_BIN
+        sizes = context, fields["bin_tokens"], options.new_tokens, per_bin
         prompts = builtin_prompts(
             tokenize, *sizes, "check" if checked else "calibration", options.seed
+        )
+    if options.samples > 1 and all(prompt.response_ids for prompt in prompts):
+        raise CalibrationError(f"--samples {options.samples} along given responses: expected 1")
+    if len(prompts) * len(under) * options.samples > MAX_GENERATIONS:
+        raise CalibrationError(
+            f"--samples {options.samples} with {len(prompts)} prompts under {len(under)} schedules:"
+            f" expected {MAX_GENERATIONS} generations at most"
         )
     room = context - UNSCORED
     samples = plan_samples(prompts, under, options.samples, options.new_tokens, room, checked)
     if not samples:
         raise CalibrationError(f"no generation would decode sparsely: expected {_MORE_SPARSE}")
-    for name in _OWN_ARGUMENTS:
-        if name in options.engine_args:
-            raise CalibrationError(f"--engine-args {name}: expected none of {_OWN_ARGUMENTS}")
     engine_args = {
         "context_length": context,
         "page_size": fields["page_size"],
@@ -286,7 +295,7 @@ def _job(
             "dtype": engine_dtype(options.engine_args)
             or str(model_value(model["hf_config"], "dtype")),
             "sglang": version("sglang"),
-            "page_size": options.page_size,
+            "page_size": fields["page_size"],
             "context": context,
             "prompts": str(options.prompts or "built in"),
             "prompts_sha256": prompts_digest(prompts),

@@ -50,7 +50,7 @@ class MeasuringEngine(ExitStack):
         with closing(Progress(len(job.samples), "generation")) as progress:
             if self._engine is None:
                 progress.show("starting the engine")
-                with recording(job.options.batch, job.options.new_tokens):
+                with recording(job.options.batch, min(job.options.new_tokens, job.context)):
                     engine = running_engine(job.path, job.engine_args)
                     self._engine = self.enter_context(engine)
             else:

@@ -23,6 +23,7 @@ class Tokenize(Protocol):
 UNSCORED = 6
 # The token from prefill, one decoded sparsely, and the one that SGLang keeps free when it scores.
 NEEDED_ROOM = 3
+MAX_PROMPTS = 2**16
 
 QUESTIONS = (
     "Explain the most important rule of the text above to a beginner, with a small example.",
@@ -160,6 +161,11 @@ def builtin_prompts(
     chars_per_token = len(corpus) / len(tokenize(corpus))
     draw = random.Random(f"{part}-{seed}")
     frame = len(tokenize(_messages("", QUESTIONS[0])))
+    if (count := -(-context // bin_tokens) * per_bin) > MAX_PROMPTS:
+        raise CalibrationError(
+            f"{count} built-in prompts: expected {MAX_PROMPTS} at most, by fewer --prompts-per-bin,"
+            " larger --bin-tokens or a shorter context"
+        )
     prompts = []
     for start in range(0, context, bin_tokens):
         end = min(start + bin_tokens, context - new_tokens)

@@ -8,6 +8,8 @@ from typing import Any
 
 from sparrow_sglang.calibration.job import (
     DEFAULT_TARGET,
+    OWN_ARGUMENTS,
+    PROMPTS_PER_BIN,
     PUBLISHED,
     RULES,
     CalibrationOptions,
@@ -23,7 +25,7 @@ from sparrow_sglang.command_line import at_least, count, exit_on_sigterm
 from sparrow_sglang.mismatch.tail import MIN_CLUSTERS
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.schedule import PAGE_SIZES
+from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES
 
 EPILOG = """\
 examples:
@@ -71,16 +73,17 @@ def add_parser(subparsers: Any) -> None:
         " dense layers measured for the model. published: as in the paper"
     )
     add("--rule", choices=RULES, default=default.rule, help=rule)
-    tokens = f"tokens per page {shown_default}"
-    add("--page-size", type=int, choices=PAGE_SIZES, default=default.page_size, help=tokens)
+    tokens = f"tokens per page (default {PAGE_SIZE})"
+    add("--page-size", type=int, choices=PAGE_SIZES, help=tokens)
     bins = "positions per bin; default about 2000, or 1024 up to a context of 16384"
     add("--bin-tokens", type=count, help=bins)
+    built_in = f"built-in prompts per bin (default {PROMPTS_PER_BIN})"
+    add("--prompts-per-bin", type=count, help=built_in)
     counts: dict[str, tuple[Callable[[str], int], str]] = {
         "new-tokens": (at_least(2), "most new tokens per generation"),
         "samples": (count, "generations per prompt and budget"),
-        "prompts-per-bin": (count, "built-in prompts per bin"),
         "min-tokens": (count, "measured tokens that a bin needs to be judged"),
-        "batch": (count, "generations at the same time"),
+        "batch": (at_least(1, 4096), "generations at the same time"),
         "seed": (at_least(0), "seed of built-in prompts and of sampling"),
     }
     for name, (kind, what) in counts.items():
@@ -95,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     options = CalibrationOptions(**{k: v for k, v in vars(args).items() if k in names})
     options.require_files()
     require_reachable(options.model_path, "--model-path")
-    options = replace(options, engine_args=engine_arguments(args.engine_args))
+    options = replace(options, engine_args=engine_arguments(args.engine_args, OWN_ARGUMENTS))
     exit_on_sigterm()
     return _check(options) if options.check else _calibrate(options)
 

@@ -15,7 +15,7 @@ from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import GPUS, constants, lossless_ms, step_bytes, step_time
 from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import AUTO, load_schedule, read_schedule, schedule_for_model
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
@@ -62,7 +62,7 @@ class Plan:
         """Where a step's time goes at `cached` tokens, in a sentence or two."""
         dense = step_time(self.shape, self.gpu, self.batch, cached)
         sparse = step_time(self.shape, self.gpu, self.batch, cached, self.schedule)
-        read = step_bytes(self.shape, [cached], self.schedule).read
+        read = step_bytes(self.shape, 1, cached, self.schedule).read
         if read >= cached:
             covers = f"the budget of {self.schedule.kv_budget_tokens(cached):,}"
             if cached <= self.schedule.dense_tokens:
@@ -98,8 +98,8 @@ def add_parser(subparsers: Any) -> None:
     add("--model-path", required=True, help=model)
     schedule = "shipped name, .json file, fixed-<tokens>, or auto: the model's own, else drafts"
     add("--schedule", default=AUTO, help=f"{schedule} {shown_default}")
-    page = f"tokens per page of named and fixed schedules {shown_default}"
-    add("--page-size", type=int, default=PAGE_SIZE, help=page)
+    page = f"tokens per page (default: that of a .json file, else {PAGE_SIZE})"
+    add("--page-size", type=int, choices=PAGE_SIZES, help=page)
     add("--length", type=count, nargs="+", help="cached tokens of a sequence; each gets a row")
     add("--batch", type=count, default=16, help=f"sequences on one GPU {shown_default}")
     add("--kv-cache-dtype", choices=KV_ITEMSIZES, default="auto", help=shown_default)
@@ -115,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
     shape = ModelShape.from_config(config)
     shape = dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[args.kv_cache_dtype])
     schedule = _read_schedule(args.schedule, config, args.page_size).for_model(config)
-    drafting = BudgetSchedule.drafts(args.page_size) if args.schedule == AUTO else schedule
+    drafts = BudgetSchedule.drafts(args.page_size or PAGE_SIZE)
+    drafting = drafts if args.schedule == AUTO else schedule
     plan = Plan(shape, schedule, drafting, args.gpu, args.batch)
     lengths = _lengths(args.length, config)
     state = schedule.calibration(config) if schedule.calibrated else "not calibrated"
@@ -128,8 +129,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{plan.reason(length)}", end="")
     measured = {Path(file).parent.name for file in constants()["fitted_to"]}
     scaled = "" if args.gpu in measured else f"; {args.gpu.upper()} is scaled by its bandwidth"
-    drafts = f"drafts by schedule {drafting.name}, accepted at a rate of {args.acceptance}"
-    lossless = "" if shape.partial_layers else f"\nlossless: {drafts}; 0 drafts are dense steps"
+    rate = f"drafts by schedule {drafting.name}, accepted at a rate of {args.acceptance}"
+    lossless = "" if shape.partial_layers else f"\nlossless: {rate}; 0 drafts are dense steps"
     print(
         "\n\nread: KV tokens per step, mean over layers; response: all steps up to this length"
         f"{lossless}\nfitted to measured steps on {', '.join(sorted(measured)).upper()}{scaled}"
@@ -149,7 +150,7 @@ def _table(plan: Plan, lengths: Sequence[int], acceptance: float) -> str:
     rows: list[Sequence[str]] = [_HEADS]
     for cached in lengths:
         dense, sparse = plan.ms(cached), plan.ms(cached, plan.schedule)
-        read = step_bytes(plan.shape, [cached], plan.schedule).read
+        read = step_bytes(plan.shape, 1, cached, plan.schedule).read
         cells = [f"{cached:,}", f"{read:,.0f}" if read < cached else "all"]
         cells += [f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}x"]
         cells += [f"{plan.response_speedup(cached):.2f}x"]
@@ -179,11 +180,13 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
     return name, read_object(path, "a model's config.json for --model-path")
 
 
-def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int) -> BudgetSchedule:
+def _read_schedule(spec: str, config: Mapping[str, Any], page_size: int | None) -> BudgetSchedule:
+    if page_size is None and spec.endswith(".json"):
+        return read_schedule(spec)
+    page_size = page_size or PAGE_SIZE
     if spec == AUTO:
         try:
             return schedule_for_model(config, page_size)
         except ScheduleError:
             return BudgetSchedule.drafts(page_size)
-    # A file has its own page size, and there is no server yet whose page size could differ.
-    return read_schedule(spec) if spec.endswith(".json") else load_schedule(spec, page_size)
+    return load_schedule(spec, page_size)

@@ -3,13 +3,12 @@ A step takes the sum of `STEP_TERMS` times the constants in step_times.json, whi
 tools/fit_step_times.py fits to rows of `sparrow bench step`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.schedule import BudgetSchedule
@@ -27,7 +26,7 @@ _BYTES_PER_VALUE = 2
 class StepBytes:
     """Bytes that one step of a batch reads, and of linear attention's states also writes. `read` is
     the mean of KV tokens that a layer with whole KV reads of a sequence; `scored` counts pages that
-    layers score of the longest sequence; `sparse` counts layers that leave something out."""
+    layers score of a sequence; `sparse` counts layers that leave something out."""
 
     weights: float
     kv: float
@@ -43,51 +42,44 @@ class StepBytes:
 
 
 def step_bytes(
-    shape: ModelShape, lengths: Sequence[int], schedule: BudgetSchedule | None = None
+    shape: ModelShape, batch: int, cached: int, schedule: BudgetSchedule | None = None
 ) -> StepBytes:
-    """One step of sequences with these cached tokens; dense without a schedule. Weights are read
-    once, of experts as many as the batch is expected to choose. Dense layers read all KV, layers
-    with a sliding window their window, sparse ones their budget and, of sequences beyond it, the
-    landmarks between sinks and recent pages."""
-    cached = np.asarray(lengths, dtype=np.int64)
+    """One step of `batch` sequences of `cached` tokens each; dense without a schedule. Weights are
+    read once, of experts as many as the batch is expected to choose. Dense layers read all KV,
+    layers with a sliding window their window, sparse ones their budget and, of sequences beyond it,
+    the landmarks between sinks and recent pages."""
     whole = shape.whole_layers
-    token_layers = cached * np.float64(whole)
+    token_layers = whole * cached
     landmarks = scored = sparse = 0.0
     if schedule is not None and whole:
         dense_layers = shape.dense_layers(schedule)
         sparse_layers = whole - dense_layers
-        token_layers = dense_layers * cached + sparse_layers * schedule.tokens_read(cached).astype(
-            np.float64
-        )
-        pages = -(-cached // schedule.page_size)
-        over = sparse_layers * np.mean(
-            [schedule.pages_read(pages, weight) < pages for weight in schedule.sparse_weights],
-            axis=0,
-        )
-        page_layers = over * (pages - schedule.sink_pages - schedule.recent_pages)
+        token_layers = dense_layers * cached + sparse_layers * int(schedule.tokens_read(cached))
+        pages = schedule.num_pages(cached)
+        weights = schedule.sparse_weights
+        sparse = sparse_layers * fmean(schedule.pages_read(pages, w) < pages for w in weights)
+        scored = sparse * (pages - schedule.least_pages)
         page_bytes = schedule.selection.landmark_bytes(
             schedule.page_size, shape.head_dim, _BYTES_PER_VALUE
         )
-        landmarks = float(page_bytes * shape.num_kv_heads * page_layers.sum())
-        scored, sparse = float(page_layers.max()), float(over.max())
-    read = float(token_layers.mean()) / whole if whole else 0.0
-    windows = len(shape.window_layers) * np.minimum(cached, shape.window_tokens)
+        landmarks = batch * page_bytes * shape.num_kv_heads * scored
+    windows = len(shape.window_layers) * min(cached, shape.window_tokens)
     return StepBytes(
-        weights=_BYTES_PER_VALUE * shape.weights_read(len(cached)),
-        kv=float(shape.kv_itemsize * shape.layer_kv_width * (token_layers + windows).sum()),
+        weights=_BYTES_PER_VALUE * shape.weights_read(batch),
+        kv=float(batch * shape.kv_itemsize * shape.layer_kv_width * (token_layers + windows)),
         landmarks=landmarks,
-        states=float(len(cached) * shape.linear.moved_bytes) if shape.linear else 0.0,
-        read=read,
+        states=float(batch * shape.linear.moved_bytes) if shape.linear else 0.0,
+        read=token_layers / whole if whole else 0.0,
         scored=scored,
         sparse=sparse,
     )
 
 
 def step_terms(
-    shape: ModelShape, gpu: str, lengths: Sequence[int], schedule: BudgetSchedule | None
+    shape: ModelShape, gpu: str, batch: int, cached: int, schedule: BudgetSchedule | None
 ) -> dict[str, float]:
     """What a step's time is linear in: milliseconds at the GPU's bandwidth, and counts."""
-    moved = step_bytes(shape, lengths, schedule)
+    moved = step_bytes(shape, batch, cached, schedule)
     ms = 1e3 / GPUS[gpu]
     return {
         "weights": moved.weights * ms,
@@ -100,7 +92,7 @@ def step_terms(
         "layers": float(shape.num_layers),
         "expert_layers": float(shape.experts.layers) if shape.experts else 0.0,
         "linear_layers": float(len(shape.linear.layers)) if shape.linear else 0.0,
-        "sequence_layers": float(len(lengths) * shape.num_layers),
+        "sequence_layers": float(batch * shape.num_layers),
     }
 
 
@@ -129,7 +121,7 @@ def step_time(
 ) -> StepTime:
     """A step of `batch` sequences of `cached` tokens each; dense without a schedule."""
     factors = constants()["ms"]
-    terms = step_terms(shape, gpu, [cached] * batch, schedule)
+    terms = step_terms(shape, gpu, batch, cached, schedule)
     parts = {name: factors[name] * value for name, value in terms.items()}
     weights, kv = parts.pop("weights"), parts.pop("kv") + parts.pop("kv_fp8_dense")
     selection = sum(parts.pop(name) for name in ("landmarks", "scored_pages", "sparse_layers"))

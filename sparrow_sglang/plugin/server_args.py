@@ -96,8 +96,9 @@ def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> BudgetSchedul
     return load_schedule(name, view.page_size).for_model(hf_config)
 
 
-def engine_arguments(text: str) -> dict[str, Any]:
-    """The value of --engine-args. Raises `ValueError`."""
+def engine_arguments(text: str, own: Sequence[str] = ()) -> dict[str, Any]:
+    """The value of --engine-args. Raises `ValueError`, also on names that the command sets itself,
+    its `own`."""
     arguments = None
     with suppress(json.JSONDecodeError):
         arguments = json.loads(text)
@@ -107,6 +108,9 @@ def engine_arguments(text: str) -> dict[str, Any]:
         )
     if problem := argument_problem(arguments):
         raise ValueError(f"--engine-args: {problem}")
+    for name in own:
+        if name in arguments:
+            raise ValueError(f"--engine-args {name}: expected none of {', '.join(own)}")
     return arguments
 
 

@@ -13,10 +13,11 @@ import pytest
 
 RUN = "run_dir = 'run'\n[task]\nname = 'math'\ntrain_path = 'rows.jsonl'\n"
 MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-1.7b"
+SCHEDULE = str(MODEL.parents[1] / "schedules" / "qwen3-1.7b-int4-pairs.json")
 ANSWERED = [
     (["--help"], ["sparrow serve", "sparrow doctor", "KV pages"]),
     (["serve", "--help"], ["examples:", "--help-all", "sparrow doctor"]),
-    (["plan", "--model-path", str(MODEL)], ["as fast as dense"]),
+    (["plan", "--model-path", str(MODEL), "--batch", "100000000"], ["as fast as dense"]),
     (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
     (["--version"], [version("sparrow-sglang")]),
 ]
@@ -60,12 +61,22 @@ REFUSED = [
     (["calibrate", "--out", "m.yaml"], "", "--out m.yaml: expected the name of a .json file"),
     (["calibrate", "--check", "m.json", "--out", "m.json"], "", "--out m.json"),
     (["calibrate", "--engine-args", '{"tp_sise": 2}'], "", "did you mean 'tp_size'"),
-    (
-        ["calibrate", "--check", "m.json", "--rule", "calibrated"],
-        "",
-        "--rule",
-    ),
-]
+    (["calibrate", "--check", "m.json", "--rule", "calibrated"], "", "--rule"),
+    (["calibrate", "--check", "m.json", "--page-size", "16"], "", "--page-size"),
+    (["calibrate", "--prompts", "p", "--prompts-per-bin", "9"], "", "--prompts-per-bin"),
+    (["calibrate", "--engine-args", '{"dp_size": 2}'], "", "--engine-args dp_size"),
+    (["calibrate", "--batch", "999999999"], "", "--batch: expected 1 to 4096"),
+    (["bench", "step", "--backends", "fa3", "--drafts", "8"], "", "--drafts"),
+    (["bench", "step", "--drafts", "33"], "", "--drafts: expected 1 to 32"),
+    (["bench", "step", "--acceptance-rate", "0.9"], "", "--acceptance-rate 0.9"),
+    (["bench", "step", "--engine-args", '{"tp_size": 2}'], "", "--engine-args tp_size"),
+    (["bench", "rollout", "--model-path", str(MODEL), "--drafts", "8", "--acceptance-rate", "0.9"],
+     "", "--acceptance-rate 0.9"),
+    (["bench", "rollout", "--sequences", "800000000"], "", "--sequences: expected 1 to 65536"),
+    (["plan", "--model-path", str(MODEL), "--batch", "9" * 400], "", "--batch: expected 1 to"),
+    (["plan", "--model-path", str(MODEL), "--page-size", "32", "--schedule", SCHEDULE], "",
+     "page_size=16"),
+]  # fmt: skip
 PROGRAM = """
 import contextlib, io, json, os, pathlib, sys
 from sparrow_sglang.commands.cli import main

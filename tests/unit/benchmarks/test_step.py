@@ -51,13 +51,13 @@ def test_steps_of_sequences_that_waited_for_each_other_are_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(RuntimeError, match="3 sequences did not decode together"):
-        time_steps(Engine(monkeypatch, waves=2), [1000] * 3, 50_000, repeats=1)
+        time_steps(Engine(monkeypatch, waves=2), 3, 1000, 50_000, repeats=1)
 
 
 def test_a_step_is_timed_without_prefill_and_prefill_with_an_empty_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measured = time_steps(Engine(monkeypatch), [1000, 500], 50_000, repeats=2)
+    measured = time_steps(Engine(monkeypatch), 2, 750, 50_000, repeats=2)
     assert measured["step_ms"] == 2000 and measured["prefill_s_all"] == [102, 102]
     assert (measured["batch"], measured["cached_tokens"]) == (2, 1500)
 

@@ -12,6 +12,7 @@ from transformers import Qwen3_5Config
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration import job as calibration_jobs
 from sparrow_sglang.calibration.job import CalibrationOptions, calibration_job, check_job
+from sparrow_sglang.calibration.prompts import builtin_prompts
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -64,13 +65,17 @@ def test_a_check_judges_by_the_target_that_was_asked_for(
         check_job(replace(check, target=[0.8, 0.9]))
 
 
-@pytest.mark.parametrize("name", ["page_size", "random_seed", "attention_backend"])
-def test_the_engine_is_not_told_otherwise(options: CalibrationOptions, name: str) -> None:
-    with pytest.raises(CalibrationError, match=name):
-        calibration_job(replace(options, engine_args=options.engine_args | {name: 32}))
-    # Of two engines one generates, and the other may be asked to compare.
-    with pytest.raises(CalibrationError, match="dp_size"):
-        calibration_job(replace(options, engine_args=options.engine_args | {"dp_size": 2}))
+def test_more_generations_than_a_calibration_can_make_are_refused(
+    options: CalibrationOptions,
+) -> None:
+    with pytest.raises(CalibrationError, match="--samples"):
+        calibration_job(replace(options, samples=10**9))
+    with pytest.raises(CalibrationError, match="--prompts-per-bin"):
+        builtin_prompts(lambda text, **_: [1] * 9, 2**20, 16, 100, 24, "check")
+    assert options.prompts is not None
+    options.prompts.write_text(json.dumps({"input_ids": [1] * 100, "response": [2] * 9}) + "\n")
+    with pytest.raises(CalibrationError, match="--samples"):
+        calibration_job(replace(options, samples=2))
 
 
 def test_measurements_of_another_machine_dtype_sglang_or_of_other_weights_are_refused(

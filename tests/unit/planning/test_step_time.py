@@ -60,23 +60,23 @@ class TestBytes:
         # 100 tokens are 7 pages, the last one short of 12; a budget of 4 pages reads 64 - 12 = 52.
         # Layer 0 reads 100 (the model has no layer 5), layer 1 reads 52; a token has 16 values of 2
         # bytes in a layer. The 4 pages between 1 sink and 2 recent pages are scored.
-        moved = step_bytes(GROUPED, [100] * 8, schedule)
+        moved = step_bytes(GROUPED, 8, 100, schedule)
         assert moved.weights == 2 * 1616
         assert moved.kv == 8 * 2 * 16 * 152
         assert moved.landmarks == 8 * 16 * 4
         assert (moved.read, moved.scored, moved.sparse) == (76, 4, 1)
-        dense = step_bytes(GROUPED, [100, 40])
-        assert dense.kv == 2 * 16 * 2 * 140 and dense.landmarks == dense.sparse == 0
+        dense = step_bytes(GROUPED, 2, 100)
+        assert dense.kv == 2 * 16 * 2 * 200 and dense.landmarks == dense.sparse == 0
 
     def test_one_step_with_sliding_windows_by_hand(self) -> None:
         # Three layers; layers 0 and 2 read at most 24 tokens.
         windows = replace(GROUPED, num_layers=3, window_layers=(0, 2), window_tokens=24)
-        assert step_bytes(windows, [20]).kv == 2 * 16 * 3 * 20
-        assert step_bytes(windows, [100]).kv == 2 * 16 * (100 + 2 * 24)
+        assert step_bytes(windows, 1, 20).kv == 2 * 16 * 3 * 20
+        assert step_bytes(windows, 1, 100).kv == 2 * 16 * (100 + 2 * 24)
         # As above, layer 1 reads 52 of 100 tokens and scores 4 pages. Layer 0 is dense either way.
         for layers in ((0,), (0, 2)):
             schedule = BudgetSchedule.fixed(64).model_copy(update={"dense_layers": layers})
-            sparse = step_bytes(windows, [100], schedule)
+            sparse = step_bytes(windows, 1, 100, schedule)
             assert sparse.kv == 2 * 16 * (52 + 2 * 24)
             assert sparse.landmarks == 16 * 4
 
@@ -84,8 +84,8 @@ class TestBytes:
         config = json.loads((MODELS / "qwen3.5-9b" / "config.json").read_text())
         shape = ModelShape.from_config(config)
         assert shape.linear is not None
-        assert step_bytes(shape, [100] * 4).states == 4 * shape.linear.moved_bytes
-        one, two = (step_bytes(shape, [n]).kv for n in (1000, 2000))
+        assert step_bytes(shape, 4, 100).states == 4 * shape.linear.moved_bytes
+        one, two = (step_bytes(shape, 1, n).kv for n in (1000, 2000))
         assert two == 2 * one == 2 * 1000 * 2 * shape.layer_kv_width * shape.whole_layers
 
 
