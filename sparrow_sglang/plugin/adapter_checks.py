@@ -5,6 +5,7 @@ one is checked before the former is unloaded, against the model's shapes, too.""
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import cut, quoted
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
-# By the id of a scheduler's config of the model, which it keeps.
-_shapes: dict[int, Mapping[str, tuple[int, int]]] = {}
+# Of the model that this scheduler serves, with its config.
+_latest: tuple[Any, Mapping[str, tuple[int, int]]] = None, {}
 # Projections that the model computes as one; SGLang needs factors for the first and last.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Larger factors and scales lead to NaN log-probs, which end SGLang's sampler and so the scheduler.
@@ -154,12 +155,12 @@ def check_weights(adapter: Any) -> None:
 
 def shapes_of(config: Any) -> Mapping[str, tuple[int, int]]:
     """`module_shapes` of a scheduler's model, in a second or two; none where they cannot be had."""
-    if id(config) not in _shapes:
-        try:
-            _shapes[id(config)] = module_shapes(config)
-        except ControlError:
-            _shapes[id(config)] = {}
-    return _shapes[id(config)]
+    global _latest
+    if _latest[0] is not config:
+        _latest = config, {}
+        with suppress(ControlError):
+            _latest = config, module_shapes(config)
+    return _latest[1]
 
 
 def _is_ours() -> bool:

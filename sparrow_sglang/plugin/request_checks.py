@@ -47,8 +47,9 @@ _INT32 = _Range(-(2**31), 2**31 - 1, "a whole number")
 _INT64 = _Range(-(2**63), 2**63 - 1, "a whole number")
 _FLOAT32 = _Range(-float(np.finfo(np.float32).max), float(np.finfo(np.float32).max))
 
-_NOT_SENT = ("custom_params", "mm_inputs", "positional_embed_overrides")
-"""Fields that `_round_trip_error` leaves out."""
+_NOT_SENT = ("time_stats", "mm_inputs", "positional_embed_overrides", "custom_params")
+"""Fields that `_round_trip_error` leaves out: not from the request, or objects of the caller's own,
+which may be pickled."""
 
 
 def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
@@ -186,10 +187,11 @@ def _round_trip_error(request: Any) -> Exception | None:
     from sglang.srt.managers import io_struct
 
     plain = copy(request)
-    # Not from the request, or objects of the caller's own, which may be pickled.
-    plain.time_stats = plain.mm_inputs = plain.positional_embed_overrides = None
     plain.sampling_params = copy(request.sampling_params)
-    plain.sampling_params.custom_params = None
+    for part in (plain, plain.sampling_params):
+        for name in _NOT_SENT:
+            if hasattr(part, name):
+                setattr(part, name, None)
     try:
         io_struct.msgpack_decode(io_struct.msgpack_encode(plain))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:

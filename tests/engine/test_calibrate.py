@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
@@ -26,6 +25,7 @@ from sparrow_sglang.calibration.rule import RuleChoice, choose_rule
 from sparrow_sglang.calibration.samples import WorkFolder
 from sparrow_sglang.command_line import exit_on_sigterm
 from sparrow_sglang.commands import cli
+from sparrow_sglang.mismatch.exact_rates import exact_rates
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
@@ -166,11 +166,19 @@ def test_rates_along_a_given_response_are_those_of_that_response(
         np.testing.assert_allclose(tokens.rates, expected, atol=1e-4)
 
 
-def _run_in_child(argv: list[str], report: Path) -> None:
-    """A calibration in a session of its own."""
+def _run_in_child(argv: list[str], log: Path, work: Path, number: int) -> None:
+    """A calibration in a session of its own, which gets a signal during its second batch."""
     os.setsid()
+    batches = len(list(work.glob("batch-*")))
+
+    def rates(answer: Any) -> Any:
+        if len(list(work.glob("batch-*"))) > batches:
+            (os.kill if number == signal.SIGTERM else os.killpg)(os.getpid(), number)
+        return exact_rates(answer)
+
     measure.running_engine = forked_engine  # type: ignore[assignment]
-    with open(report, "w") as log, redirect_stderr(log):
+    measure.exact_rates = rates  # type: ignore[attr-defined]
+    with open(log, "w") as lines, redirect_stderr(lines):
         code = cli.main(argv)
     os._exit(code)
 
@@ -179,28 +187,28 @@ def test_signals_lose_only_the_open_batch(calibrated: Path, model: str, tmp_path
     # `calibrated` has imported all that a forked child needs.
     words = command(model, calibrated / "p.jsonl", "--samples", "1", "--min-tokens", "100")
     sizes = [*BUDGETS[:4], "--budgets", "64", "96", "--batch", "8", "--new-tokens", "40"]
-    out = ["--target", "0.7", "--out", str(tmp_path / "m.json"), "--work", str(tmp_path / "w")]
-    argv = [*words, *sizes, *out]
-
-    def batches() -> list[Path]:
-        return list((tmp_path / "w").glob("batch-*.parquet"))
-
-    def signalled_after_a_batch(number: int) -> int:
-        before = len(batches())
-        context = multiprocessing.get_context("fork")
-        child = context.Process(target=_run_in_child, args=(argv, tmp_path / "log"))
+    log, work = tmp_path / "log", tmp_path / "w"
+    argv = [
+        *words,
+        *sizes,
+        "--target",
+        "0.7",
+        "--out",
+        str(tmp_path / "m.json"),
+        "--work",
+        str(work),
+    ]
+    kept: dict[Path, int] = {}
+    for number, code in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+        child = multiprocessing.get_context("fork").Process(
+            target=_run_in_child, args=(argv, log, work, number)
+        )
         child.start()
-        deadline = time.monotonic() + 120
-        while len(batches()) <= before:
-            assert child.is_alive() and time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.05)
-        (os.kill if number == signal.SIGTERM else os.killpg)(child.pid, number)
-        child.join(30)
-        return child.exitcode
-
-    assert signalled_after_a_batch(signal.SIGTERM) == 128 + signal.SIGTERM
-    assert signalled_after_a_batch(signal.SIGKILL) == -signal.SIGKILL
-    kept = {path: path.stat().st_mtime_ns for path in batches()}
+        child.join(180)
+        assert child.exitcode == code, log.read_text()
+        files = {path: path.stat().st_mtime_ns for path in work.glob("batch-*")}
+        assert len(files) > len(kept) and kept.items() <= files.items()
+        kept = files
 
     assert cli.main(argv) == 0
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())

@@ -9,7 +9,9 @@ import pytest
 import torch
 from configs import save_config
 from sglang.srt.layers.radix_attention import AttentionType
+from transformers import LlamaConfig
 
+from sparrow_sglang.plugin.adapter_checks import shapes_of
 from sparrow_sglang.sglang_arguments import attention_backends, resolved
 
 DEEPSEEK = {
@@ -335,3 +337,11 @@ class TestRunner:
     def test_pool_and_its_dtype(self, problems):
         assert "float8_e5m2" in problems({}, kv_cache_dtype=torch.float8_e5m2)[0]
         assert "SimpleNamespace" in problems({}, token_to_kv_pool=SimpleNamespace())[0]
+
+
+def test_shapes_of_a_model_are_those_of_its_own_config() -> None:
+    """Python gives the id of a config that is gone to the next one."""
+    for width in range(64, 384, 64):
+        config = LlamaConfig(hidden_size=width, intermediate_size=8, num_hidden_layers=1)
+        assert shapes_of(config)["model.layers.0.mlp.up_proj"] == (8, width)
+        del config
