@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +19,6 @@ STOCK = "stock"
 """Instead of a backend's name: the one that SGLang itself chooses for model, GPU and version."""
 OWN_ARGUMENTS = ("attention_backend", "sparrow_schedule", "speculative_algorithm")
 """Arguments of an engine that the benchmarks set by flags of their own."""
-_ACCEPTANCE_RATE = 0.96
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -69,15 +67,14 @@ def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
     parser.add_argument(
         "--acceptance-rate",
         type=rate,
-        help="chance that a draft is accepted, which random weights do not give (default:"
-        f" {_ACCEPTANCE_RATE})",
+        help="chance that a draft is accepted, which random weights do not give (default: 0.96)",
     )
 
 
 def set_acceptance_rate(options: argparse.Namespace, forced: bool) -> None:
     """Set the default of --acceptance-rate; raises `ValueError` where none is `forced`."""
     if options.acceptance_rate is None:
-        options.acceptance_rate = _ACCEPTANCE_RATE
+        options.acceptance_rate = 0.96
     elif not forced:
         raise ValueError(
             f"--acceptance-rate {options.acceptance_rate}: expected random weights and --drafts"
@@ -137,8 +134,7 @@ def begin(parser: argparse.ArgumentParser, options: argparse.Namespace, **fields
     """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path. From
     now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended."""
     settings = {
-        # JSON has no infinity.
-        name: str(value) if isinstance(value, Path) or value == math.inf else value
+        name: str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
         if name != "out"
     }

@@ -122,7 +122,7 @@ def step_bytes(
     weight_bytes = 2 * weights
     if quantization == "fp8":
         weight_bytes = weights + part.hidden_size * part.vocab_size
-    return round(moved.total - moved.weights + weight_bytes)
+    return round(weight_bytes + moved.kv + moved.landmarks + moved.states)
 
 
 def copy_bandwidth() -> float:

@@ -40,7 +40,6 @@ BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 614
 SHORT_CONTEXT = 16384
 SHORT_BIN_TOKENS = 1024
 PROMPTS_PER_BIN = 24
-MAX_GENERATIONS = 2**20
 GIVEN_RESPONSE_ENGINE_ARGS = {
     "enable_custom_logit_processor": True,
     # An overlapping scheduler would launch a step before the request has the token of the last one.
@@ -266,11 +265,6 @@ def _job(
         )
     if options.samples > 1 and all(prompt.response_ids for prompt in prompts):
         raise CalibrationError(f"--samples {options.samples} along given responses: expected 1")
-    if len(prompts) * len(under) * options.samples > MAX_GENERATIONS:
-        raise CalibrationError(
-            f"--samples {options.samples} with {len(prompts)} prompts under {len(under)} schedules:"
-            f" expected {MAX_GENERATIONS} generations at most"
-        )
     room = context - UNSCORED
     samples = plan_samples(prompts, under, options.samples, options.new_tokens, room, checked)
     if not samples:

@@ -163,8 +163,8 @@ def builtin_prompts(
     frame = len(tokenize(_messages("", QUESTIONS[0])))
     if (count := -(-context // bin_tokens) * per_bin) > MAX_PROMPTS:
         raise CalibrationError(
-            f"{count} built-in prompts: expected {MAX_PROMPTS} at most, by fewer --prompts-per-bin,"
-            " larger --bin-tokens or a shorter context"
+            f"{count} built-in prompts, {per_bin} per bin of {bin_tokens} of {context} tokens:"
+            f" expected {MAX_PROMPTS} at most"
         )
     prompts = []
     for start in range(0, context, bin_tokens):

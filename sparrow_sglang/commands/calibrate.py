@@ -81,7 +81,7 @@ def add_parser(subparsers: Any) -> None:
     add("--prompts-per-bin", type=count, help=built_in)
     counts: dict[str, tuple[Callable[[str], int], str]] = {
         "new-tokens": (at_least(2), "most new tokens per generation"),
-        "samples": (count, "generations per prompt and budget"),
+        "samples": (at_least(1, 1024), "generations per prompt and budget"),
         "min-tokens": (count, "measured tokens that a bin needs to be judged"),
         "batch": (at_least(1, 4096), "generations at the same time"),
         "seed": (at_least(0), "seed of built-in prompts and of sampling"),

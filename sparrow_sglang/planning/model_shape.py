@@ -39,7 +39,7 @@ class Experts:
     layers: int
     shared_size: int = 0
 
-    def expected(self, batch: float) -> float:
+    def expected(self, batch: int) -> float:
         """Experts of a layer that a step of `batch` tokens reads, if all are equally likely. One
         token leaves an expert out with probability 1 - k / E, so E (1 - (1 - k / E)^batch) of E are
         read. Real routers are less even and read fewer."""
@@ -170,9 +170,9 @@ class ModelShape:
             experts=experts,
         )
 
-    def weights_read(self, batch: float) -> float:
-        """Weights that a step of `batch` tokens reads, of experts those expected to be chosen; with
-        `math.inf` all but the input embedding, of which a step looks up single rows."""
+    def weights_read(self, batch: int) -> float:
+        """Weights that a step of `batch` tokens reads: of experts those expected to be chosen, of
+        the input embedding nothing, as a step looks up single rows."""
         if self.experts is None:
             return self._shared
         chosen = self.experts.layers * self.experts.expected(batch)

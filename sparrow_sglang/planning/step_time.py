@@ -36,10 +36,6 @@ class StepBytes:
     scored: float
     sparse: float
 
-    @property
-    def total(self) -> float:
-        return self.weights + self.kv + self.landmarks + self.states
-
 
 def step_bytes(
     shape: ModelShape, batch: int, cached: int, schedule: BudgetSchedule | None = None

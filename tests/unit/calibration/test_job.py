@@ -65,12 +65,8 @@ def test_a_check_judges_by_the_target_that_was_asked_for(
         check_job(replace(check, target=[0.8, 0.9]))
 
 
-def test_more_generations_than_a_calibration_can_make_are_refused(
-    options: CalibrationOptions,
-) -> None:
-    with pytest.raises(CalibrationError, match="--samples"):
-        calibration_job(replace(options, samples=10**9))
-    with pytest.raises(CalibrationError, match="--prompts-per-bin"):
+def test_more_generations_than_a_calibration_makes_are_refused(options: CalibrationOptions) -> None:
+    with pytest.raises(CalibrationError, match="1572864 built-in prompts"):
         builtin_prompts(lambda text, **_: [1] * 9, 2**20, 16, 100, 24, "check")
     assert options.prompts is not None
     options.prompts.write_text(json.dumps({"input_ids": [1] * 100, "response": [2] * 9}) + "\n")
