@@ -48,8 +48,8 @@ GIVEN_RESPONSE_ENGINE_ARGS = {
 _MORE_SPARSE = "longer prompts, more --new-tokens or smaller budgets"
 # A response is compared on the engine that generated it, so data parallelism is none of them.
 OWN_ARGUMENTS = (
-    *("attention_backend", "page_size", "random_seed", "sparrow_schedule", "speculative_algorithm"),
-    "dp_size",
+    *("model_path", "attention_backend", "page_size", "random_seed", "sparrow_schedule"),
+    *("speculative_algorithm", "dp_size"),
 )
 
 

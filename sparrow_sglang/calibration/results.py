@@ -18,6 +18,7 @@ from sparrow_sglang.calibration.choice import (
 from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.calibration.samples import Tokens, WorkFolder
+from sparrow_sglang.command_line import table
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.schedule import BudgetSchedule
@@ -168,49 +169,36 @@ def describe_check(report: Mapping[str, Any]) -> str:
     verdict = "holds" if report["holds"] else "does not hold"
     if not any(row["verdict"] in ("holds", "fails", "undecided") for row in report["bins"]):
         verdict = "has no judged bin for"
-    table = _table(report["bins"], report["bin_tokens"], "verdict")
-    return f"{table}\n{report['schedule']}: {verdict} {report['target']:g}\n"
+    bins = _table(report["bins"], report["bin_tokens"], "verdict")
+    return f"{bins}\n{report['schedule']}: {verdict} {report['target']:g}\n"
 
 
 def describe_tails(tails: MeasuredTails, targets: Sequence[float]) -> str:
     """Tail, interval and tokens of each bin and budget, and the targets that the budget holds."""
-    lines = [_table_head("holds")]
+    rows = []
     for index in tails.bins:
-        span = _positions(index, tails.bin_tokens)
         for budget in sorted(tails.by_budget):
             tail = tails.by_budget[budget].get(index)
             if tail is None:
                 continue
             held = " ".join(f"{target:g}" for target in sorted(targets) if holds(tail, target))
             verdict = shortage(tail, tails.min_tokens) or held or "-"
-            lines.append(_table_line(span, budget, interval(tail), verdict))
-            span = ""
-    return "\n".join(lines)
-
-
-def _positions(index: int, bin_tokens: int) -> str:
-    return f"{index * bin_tokens}-{(index + 1) * bin_tokens - 1}"
+            row = {"bin": index, "budget_tokens": budget, "holds": verdict}
+            rows.append(row | interval(tail))
+    return _table(rows, tails.bin_tokens, "holds")
 
 
 def _table(rows: Any, bin_tokens: int, last: str) -> str:
-    lines = [
-        _table_line(_positions(row["bin"], bin_tokens), row["budget_tokens"], row, row[last])
-        for row in rows
-    ]
-    return "\n".join([_table_head(last), *lines])
-
-
-def _table_head(last: str) -> str:
-    return f"{'positions':>15} {'budget':>7} {'tail':>6}  {'95 % interval':<14} tokens  {last}"
-
-
-def _table_line(span: str, budget: int, row: Mapping[str, Any], last: str) -> str:
-    tail, bounds = "", ""
-    if "tail" in row:
-        tail = f"{row['tail']:.3f}"
-        if row["tail_low"] is not None:
-            bounds = f"{row['tail_low']:.3f}-{row['tail_high']:.3f}"
-    return f"{span:>15} {budget:>7} {tail:>6}  {bounds:<14} {row['tokens']:>6}  {last}"
+    lines: list[list[str]] = [["positions", "budget", "tail", "95 % interval", "tokens", last]]
+    for row in rows:
+        start, tail, bounds = row["bin"] * bin_tokens, "", ""
+        if "tail" in row:
+            tail = f"{row['tail']:.3f}"
+            if row["tail_low"] is not None:
+                bounds = f"{row['tail_low']:.3f}-{row['tail_high']:.3f}"
+        cells = [f"{start}-{start + bin_tokens - 1}", f"{row['budget_tokens']}", tail, bounds]
+        lines.append([*cells, f"{row['tokens']}", row[last]])
+    return table(lines, ">")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
-from sparrow_sglang.commands.plan import NO_GAIN, Plan
+from sparrow_sglang.commands.plan import ACCEPTANCE, BATCH, NO_GAIN, Plan
 from sparrow_sglang.commands.serve import (
     check_flags,
     check_model,
@@ -43,8 +43,6 @@ VARIABLES = (
     *("SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"),
     *(SCHEDULE_VARIABLE, "SPARROW_CACHE"),
 )
-_GAIN_BATCH = 16
-_ACCEPTANCE = 0.95
 
 
 class Check(NamedTuple):
@@ -204,16 +202,16 @@ def _check_gain(
         shape = ModelShape.from_config(model_config.hf_config.to_dict())
     except InputError as error:
         return Check("note", "gain", f"not predicted: {error}")
-    plan = Plan(shape, schedule, schedule, gpu, _GAIN_BATCH)
+    plan = Plan(shape, schedule, schedule, gpu, BATCH)
     longest = min(model_config.context_len, 32768)
     if is_lossless(view := resolved(server_args)):
-        ms, drafts = plan.lossless(longest, _ACCEPTANCE, view.speculative_num_draft_tokens - 1)
-        gain, reason = plan.ms(longest) / ms, f"acceptance rate {_ACCEPTANCE}"
+        ms, drafts = plan.lossless(longest, ACCEPTANCE, view.speculative_num_draft_tokens - 1)
+        gain, reason = plan.ms(longest) / ms, f"acceptance rate {ACCEPTANCE}"
         verdict = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"
         if not drafts:
             verdict = f"no gain at {longest:,} tokens: decodes densely"
     else:
         gain, reason = plan.speedup(longest), plan.reason(longest)
         verdict = plan.verdict([longest])
-    detail = f"{verdict} (predicted for {_GAIN_BATCH} sequences on {gpu.upper()}); {reason}"
+    detail = f"{verdict} (predicted for {BATCH} sequences on {gpu.upper()}); {reason}"
     return Check("ok" if gain >= NO_GAIN else "WARN", "gain", detail)

@@ -18,6 +18,7 @@ from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
 from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import AUTO, load_schedule, read_schedule, schedule_for_model
 
+BATCH, ACCEPTANCE = 16, 0.95
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 NO_GAIN = 1.03
 """Predicted speed-ups below this one are no gain."""
@@ -101,11 +102,11 @@ def add_parser(subparsers: Any) -> None:
     page = f"tokens per page (default: that of a .json file, else {PAGE_SIZE})"
     add("--page-size", type=int, choices=PAGE_SIZES, help=page)
     add("--length", type=count, nargs="+", help="cached tokens of a sequence; each gets a row")
-    add("--batch", type=count, default=16, help=f"sequences on one GPU {shown_default}")
+    add("--batch", type=count, default=BATCH, help=f"sequences on one GPU {shown_default}")
     add("--kv-cache-dtype", choices=KV_ITEMSIZES, default="auto", help=shown_default)
     add("--gpu", choices=sorted(GPUS), default="h200", help=shown_default)
     rate = f"mean acceptance rate of drafts, for lossless decoding {shown_default}"
-    add("--acceptance", type=float, default=0.95, help=rate)
+    add("--acceptance", type=float, default=ACCEPTANCE, help=rate)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""What a decode step and a rollout will cost, from shapes."""
+"""What a decode step costs, from shapes."""
