@@ -333,7 +333,9 @@ class EngineConfig(Section):
     def _arguments_fit(self) -> Self:
         arguments = self.server_args
         for name, setting in _OWN_SETTINGS.items():
-            if name in arguments and not (self.schedule == DENSE and name in _FOR_DENSE):
+            free = self.schedule == DENSE and name in _FOR_DENSE
+            # Either of that name would make dense rollouts sparse or lossless.
+            if name in arguments and not (free and str(arguments[name]).lower() != "sparrow"):
                 raise ValueError(f"server_args.{name} is not set there: set {setting} instead")
         if self.lossless and self.schedule == DENSE:
             raise ValueError("lossless=true with schedule='dense': expected a schedule of drafts")

@@ -32,6 +32,7 @@ def load(folder: Path, text: str) -> TrainConfig:
         ("steps = 3 3", "TOML"),
         ('train_path = "a\\u0000b"', "train_path"),
         ("[engine]\nserver_args = {random_seed = 1}", "set seed"),
+        ("[engine]\nschedule = 'dense'\nserver_args = {attention_backend = 'sparrow'}", "schedule"),
         ("[mismatch]\nsequences = true", "mismatch.sequences=True"),
         ("[logging]\ntensorboard = 0", "logging.tensorboard=0"),
         ("[model]\ndtype = '" + "x" * 9000 + "'", r"model.dtype='xxx.{,300}$"),
