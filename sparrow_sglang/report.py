@@ -308,8 +308,8 @@ def write_page(title: str, sources: Sources) -> str:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
-        install = "pip install 'sparrow-sglang[report]'"
-        raise ReportError(f"{error.name} is not installed: {install}") from None
+        name = error.name
+        raise ReportError(f"{name} is not installed; install sparrow-sglang[report]") from None
     sections = list(_sections(sources))
     if not sections:
         raise ReportError(sources.left_out[0])

@@ -79,7 +79,13 @@ def with_checks(app: AsgiApp, path: str) -> AsgiApp:
             return held.pop(0) if held else await receive()
 
         checked = _CheckedSend(scope, receive, send)
-        await app(scope, received, checked)
+        try:
+            await app(scope, received, checked)
+        except ValueError as error:
+            # Ollama's routes do not turn SGLang's refusals into responses.
+            if checked.has_begun:
+                raise
+            await _send_error({"message": str(error)}, scope, receive, send)
 
     return answer
 
@@ -91,7 +97,7 @@ class _CheckedSend:
         self._scope, self._receive, self._send = scope, receive, send
         self._head: Message | None = None
         self._body = b""
-        self._is_over = False
+        self._is_over = self.has_begun = False
 
     async def __call__(self, message: Message) -> None:
         if self._is_over:
@@ -99,6 +105,7 @@ class _CheckedSend:
         if message["type"] == "http.response.start" and _may_be_an_error(message):
             self._head = message
             return
+        self.has_begun = True
         if self._head is None:
             await self._send(message)
             return
@@ -120,7 +127,7 @@ class _CheckedSend:
 def _may_be_an_error(head: Message) -> bool:
     kind: bytes = dict(head.get("headers", ())).get(b"content-type", b"")
     if head["status"] == HTTPStatus.OK:
-        return kind.startswith(b"text/event-stream")
+        return kind.startswith((b"text/event-stream", b"application/x-ndjson"))
     return bool(head["status"] >= HTTPStatus.BAD_REQUEST) and kind.startswith(b"application/json")
 
 

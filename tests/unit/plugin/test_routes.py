@@ -30,6 +30,8 @@ def sent(status: int, headers: list[tuple[bytes, bytes]], bodies: list[bytes]) -
         await receive()
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for body in bodies:
+            if isinstance(body, ValueError):
+                raise body
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -53,6 +55,14 @@ def test_an_error_first_becomes_the_answer():
 def test_an_error_without_a_status_is_a_bad_request():
     for error in ({"message": "x"}, {"message": "x", "code": "odd"}, {"message": "x", "code": 200}):
         assert sent(200, STREAM, [event({"error": error}), DONE])[0]["status"] == 400
+
+
+def test_a_value_error_before_the_body_is_a_bad_request():
+    lines = [(b"content-type", b"application/x-ndjson")]
+    head, body = sent(200, lines, [ValueError("wrong")])
+    assert head["status"] == 400 and json.loads(body["body"]) == {"error": {"message": "wrong"}}
+    with pytest.raises(ValueError, match="late"):
+        sent(200, lines, [b"{}", ValueError("late")])
 
 
 def test_a_flat_error_gets_the_shape_of_the_others():
