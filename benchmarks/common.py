@@ -9,6 +9,7 @@ from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, at_least, exit_on_sigterm
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, MAX_DRAFT_TOKENS
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
@@ -119,18 +120,17 @@ def backend_of(engine: Any) -> str:
     return str(info.get("decode_attention_backend") or info.get("attention_backend") or STOCK)
 
 
-def require_cuda(parser: argparse.ArgumentParser, devices: int = 1) -> None:
+def require_cuda(devices: int = 1) -> None:
     import torch
 
     if (found := torch.cuda.device_count()) < devices:
-        parser.exit(
-            2,
-            f"{parser.prog}: error: {found or 'no'} CUDA device found; expected {devices};"
-            " `sparrow plan` predicts step times without a GPU\n",
+        raise InputError(
+            f"{found or 'no'} CUDA device found; expected {devices}; `sparrow plan` predicts step"
+            " times without a GPU"
         )
 
 
-def begin(parser: argparse.ArgumentParser, options: argparse.Namespace, **fields: Any) -> None:
+def begin(options: argparse.Namespace, **fields: Any) -> None:
     """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path. From
     now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended."""
     settings = {
@@ -141,7 +141,7 @@ def begin(parser: argparse.ArgumentParser, options: argparse.Namespace, **fields
     try:
         write_json(options.out, provenance() | {"settings": settings, **fields, "rows": []})
     except OSError as error:
-        parser.error(f"--out {options.out}: cannot be written ({error.strerror})")
+        raise InputError(f"--out {options.out}: cannot be written ({error.strerror})") from None
     exit_on_sigterm()
 
 

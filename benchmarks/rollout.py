@@ -38,7 +38,7 @@ from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.environment import exported
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, model_folder, path_problem
+from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
@@ -292,10 +292,7 @@ def _model(options: argparse.Namespace) -> Model:
             raise ValueError(f"--model {options.model!r}: expected {', '.join(known_models())}")
         path = MODELS / options.model
     else:
-        try:
-            path = Path(model_folder(options.model_path))
-        except ModelError as error:
-            raise ValueError(f"--model-path {options.model_path}: {error}") from None
+        path = Path(model_folder(options.model_path))
         if problem := path_problem(str(path)):
             raise ValueError(f"--model-path {path}: {problem}")
     config = read_object(path / "config.json", "a model's config.json")
@@ -318,25 +315,21 @@ def _dense_backend(options: argparse.Namespace) -> str:
     return "torch_native" if name == STOCK and not is_available() else name
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        set_acceptance_rate(options, bool(options.drafts) and options.model_path is None)
-        lengths = request_lengths(options)
-        model, dense_backend = _model(options), _dense_backend(options)
-        arguments = engine_arguments(options.engine_args, OWN_ARGUMENTS)
-        context = arguments.get("context_length") or model.config["max_position_embeddings"]
-        longest = options.prompt_tokens + max(lengths)
-        if longest >= context:
-            raise ValueError(
-                f"sequences of {longest} tokens do not fit into the model's context of {context}"
-            )
-    except ValueError as error:
-        parser.error(str(error))
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    set_acceptance_rate(options, bool(options.drafts) and options.model_path is None)
+    lengths = request_lengths(options)
+    model, dense_backend = _model(options), _dense_backend(options)
+    arguments = engine_arguments(options.engine_args, OWN_ARGUMENTS)
+    context = arguments.get("context_length") or model.config["max_position_embeddings"]
+    longest = options.prompt_tokens + max(lengths)
+    if longest >= context:
+        raise ValueError(
+            f"sequences of {longest} tokens do not fit into the model's context of {context}"
+        )
     if not model.has_weights:
-        require_cuda(parser)
-    begin(parser, options, lengths=lengths)
+        require_cuda()
+    begin(options, lengths=lengths)
     # Sparse first: no time is spent on the dense side if the sparse side refuses the settings.
     mode = "lossless" if options.drafts else "sparse"
     for side in ((mode, BACKEND, model.schedule), ("dense", dense_backend, None)):
@@ -353,7 +346,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         f" first tokens, {speed['speedup']:.2f}x to the last one"
     )
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -406,15 +406,11 @@ def _check(options: argparse.Namespace) -> None:
             load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        _check(options)
-    except ValueError as error:
-        parser.error(str(error))
-    require_cuda(parser, options.tp)
-    begin(parser, options)
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    _check(options)
+    require_cuda(options.tp)
+    begin(options)
     failed = False
     for model, backend, schedule, drafts in engines(options):
         if not in_fresh_process(measure, options, model, backend, schedule, drafts):
@@ -431,7 +427,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             f" {row['sparse_prefill_s']:.3f} s, {row['prefill_speedup']:.2f}x"
         )
     return int(failed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -114,22 +114,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     noise.leave_out()
     command, *rest = words or [""]
-    if command == "bench" and rest and rest[0] in BENCHMARKS:
-        return int(import_module(f"sparrow_sglang.benchmarks.{rest[0]}").main(rest[1:]))
+    title, module = f"sparrow {command}", f"sparrow_sglang.commands.{command}"
     passed_on = command == "serve" or (command == "doctor" and not {"-h", "--help"} & set(rest))
+    if command == "bench" and rest and rest[0] in BENCHMARKS:
+        title, module = f"{title} {rest[0]}", f"sparrow_sglang.benchmarks.{rest.pop(0)}"
+        passed_on = True
     if not passed_on:
         parser = parser_for(command)
         args = parser.parse_args(words)
         if args.command not in COMMANDS:
             parser.error(f"{' '.join(words)}: expected the same without --")
     try:
-        module = import_module(f"sparrow_sglang.commands.{command}")
-        return int(module.main(rest) if passed_on else module.run(args))
+        imported = import_module(module)
+        return int(imported.main(rest) if passed_on else imported.run(args))
     except (ValueError, SparrowError, OSError) as error:
-        print(f"sparrow {command}: error: {shortened(str(error))}", file=sys.stderr)
+        print(f"{title}: error: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"sparrow {command}: stopped", file=sys.stderr)
+        print(f"{title}: stopped", file=sys.stderr)
         return 130
 
 
