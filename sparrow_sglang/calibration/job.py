@@ -46,7 +46,7 @@ GIVEN_RESPONSE_ENGINE_ARGS = {
     "disable_overlap_schedule": True,
 }
 _MORE_SPARSE = "longer prompts, more --new-tokens or smaller budgets"
-# A response is compared on the engine that generated it, so data parallelism is none of them.
+# dp_size is one, as a response is compared on the engine that generated it.
 OWN_ARGUMENTS = (
     *("model_path", "attention_backend", "page_size", "random_seed", "sparrow_schedule"),
     *("speculative_algorithm", "dp_size"),

@@ -110,13 +110,13 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
                     }
                     endpoint.generate([request])
                     progress.advance()
-                found = endpoint.call_sparrow("pairs")
+                sums = endpoint.call_sparrow("pairs")
             except RuntimeError as error:
                 raise CalibrationError(f"engine failed ({error}): repeat the command") from error
     config = job.hf_config
     shape = (num_layers_of(config), num_kv_heads_of(config), head_dim_of(config) // 2)
     variances = np.zeros(shape)
-    for layer, rows in found["layers"].items():
+    for layer, rows in sums["layers"].items():
         variances[int(layer)] = rows
     with step.work.writing(path.name) as draft:
         write_json(draft, variances.tolist())

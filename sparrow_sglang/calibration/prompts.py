@@ -117,14 +117,14 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], l
         row = None
     fields = row if isinstance(row, dict) else {}
     text, messages, ids = (fields.get(key) for key in ("prompt", "messages", "input_ids"))
-    found: list[int] = []
+    tokens: list[int] = []
     if isinstance(text, str) and text:
-        found = tokenize(text)
+        tokens = tokenize(text)
     elif isinstance(messages, list) and all(isinstance(entry, dict) for entry in messages):
-        found = tokenize(messages) if messages else []
+        tokens = tokenize(messages) if messages else []
     elif _are_ids(ids):
-        found = ids
-    if not found:
+        tokens = ids
+    if not tokens:
         raise CalibrationError(
             f'{where}: {line.strip()[:60]!r}: expected {{"prompt": text}}, {{"messages": [...]}} or'
             ' {"input_ids": [numbers]}, with at least one token'
@@ -137,7 +137,7 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], l
         raise CalibrationError(
             f"{where}: response {cut(repr(response))}: expected a text or ids of two tokens or more"
         )
-    return found, following
+    return tokens, following
 
 
 def _are_ids(value: Any) -> TypeGuard[list[int]]:

@@ -85,19 +85,19 @@ def sensitivity_schedule(
     # Weights have a mean of 1 and one is small, so the budget must be a little above the context.
     pages = -(-context // page_size)
     budget = -(-pages * sharing // max(1, sharing - 1)) + 1
-    own = wanted / budget
-    weights = [(sharing - own) / max(1, sharing - 1)] * layers
-    weights[layer] = own if sharing > 1 else 1.0
+    share = wanted / budget
+    weights = [(sharing - share) / max(1, sharing - 1)] * layers
+    weights[layer] = share if sharing > 1 else 1.0
     tokens = (budget if sharing > 1 else wanted) * page_size
     return weighted_schedule(f"layer-{layer}", rule, weights, page_size, tokens, partial)
 
 
 def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list[float]:
     """Per layer 1 - mean acceptance rate with it alone sparse; 0 for one that was not measured."""
-    found = [0.0] * layers
+    losses = [0.0] * layers
     for layer, runs in measured.items():
-        found[layer] = float(1 - np.mean(np.concatenate([tokens.rates for tokens in runs])))
-    return found
+        losses[layer] = float(1 - np.mean(np.concatenate([tokens.rates for tokens in runs])))
+    return losses
 
 
 def layer_weights(sensitivity: Sequence[float], others: Sequence[int] = ()) -> list[float]:
@@ -116,10 +116,10 @@ def dense_candidates(
     Returns only sets that leave half of the budget or more to the sparse layers."""
     order = np.argsort(-np.asarray(sensitivity), kind="stable").tolist()
     order = [layer for layer in order if layer not in partial]
-    found = [tuple(sorted(order[:count])) for count in range(MOST_DENSE + 1)] + [(0, 1)]
+    candidates = [tuple(sorted(order[:count])) for count in range(MOST_DENSE + 1)] + [(0, 1)]
     fitting = [
         dense
-        for dense in found
+        for dense in candidates
         if len(dense) * DENSE_SHARE * 2 <= len(order) and not set(dense) & set(partial)
     ]
     return sorted(set(fitting), key=lambda dense: (len(dense), dense))

@@ -111,9 +111,9 @@ def parser_for(named: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 if it failed, 2 if the command line is wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     noise.leave_out()
-    command, *rest = words or [""]
+    command, *rest = arguments or [""]
     title, module = f"sparrow {command}", f"sparrow_sglang.commands.{command}"
     passed_on = command == "serve" or (command == "doctor" and not {"-h", "--help"} & set(rest))
     if command == "bench" and rest and rest[0] in BENCHMARKS:
@@ -121,9 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         passed_on = True
     if not passed_on:
         parser = parser_for(command)
-        args = parser.parse_args(words)
+        args = parser.parse_args(arguments)
         if args.command not in COMMANDS:
-            parser.error(f"{' '.join(words)}: expected the same without --")
+            parser.error(f"{' '.join(arguments)}: expected the same without --")
     try:
         imported = import_module(module)
         return int(imported.main(rest) if passed_on else imported.run(args))

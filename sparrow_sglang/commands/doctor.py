@@ -95,14 +95,14 @@ def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
     if problems:
         return
     try:
-        words = with_defaults(argv)
+        arguments = with_defaults(argv)
     except ModelError as error:
         # The demo model, which was not requested, may be missing.
         yield Check("FAIL" if argv else "note", "model", str(error))
         return
     for name, check in (("flags", check_flags), ("port", check_port), ("model", check_model)):
         try:
-            check(words)
+            check(arguments)
         except ScheduleError as error:
             yield Check("FAIL", "schedule", str(error))
         except ValueError as error:
@@ -143,13 +143,13 @@ def _check_platform() -> Check:
     return Check("FAIL", "platform", f"{kind} on {current_platform.device_type}: {fix}")
 
 
-def _check_model(words: Sequence[str]) -> Iterator[Check]:
+def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
     from sparrow_sglang.plugin.server_log import describe
 
     try:
         # SGLang's own start-up messages would drown the report.
-        server_args = parse_server_args([*words, "--log-level", "error"])
+        server_args = parse_server_args([*arguments, "--log-level", "error"])
     except ScheduleError as error:
         yield Check("FAIL", "schedule", str(error))
         return

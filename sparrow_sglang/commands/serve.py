@@ -100,11 +100,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(argv: Sequence[str]) -> None:
     try:
-        words = with_defaults(argv)
-        check_flags(words)
-        check_port(words)
-        check_model(words)
-        server_args = parse_server_args(words)
+        arguments = with_defaults(argv)
+        check_flags(arguments)
+        check_port(arguments)
+        check_model(arguments)
+        server_args = parse_server_args(arguments)
     except (ValueError, RuntimeError, OSError) as error:
         raise InputError(str(error)) from error
     from sglang.launch_server import run_server
@@ -171,7 +171,7 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     return [*defaults, "--served-model-name", str(model), *given, _MODEL_FLAGS[0], folder]
 
 
-def check_flags(words: Sequence[str]) -> None:
+def check_flags(arguments: Sequence[str]) -> None:
     """Raise `InputError` without a usable SGLang, on an unknown flag, or one without its number."""
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
@@ -180,16 +180,16 @@ def check_flags(words: Sequence[str]) -> None:
     parser = _OneLineParser(prog="sparrow serve", add_help=False)
     for flag, kind in (known | dict.fromkeys(("--config", "--help"))).items():
         parser.add_argument(flag, type=kind, nargs=None if kind else "*")
-    for word in parser.parse_known_args(words)[1]:
+    for word in parser.parse_known_args(arguments)[1]:
         if word.startswith("--"):
             near = nearest_first(word.partition("=")[0], known, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise InputError(f"unrecognized arguments: {word}{hint}; {_ALL_FLAGS}")
 
 
-def check_port(words: Sequence[str]) -> None:
+def check_port(arguments: Sequence[str]) -> None:
     """Raise `InputError` if the server could not listen; SGLang loads the model first."""
-    host, port = _value(words, "--host") or "127.0.0.1", _value(words, "--port") or "30000"
+    host, port = _value(arguments, "--host") or "127.0.0.1", _value(arguments, "--port") or "30000"
     try:
         if not 0 < int(port) < 65536:
             raise OverflowError("no such port")
@@ -207,11 +207,11 @@ def check_port(words: Sequence[str]) -> None:
         ) from None
 
 
-def check_model(words: Sequence[str]) -> None:
+def check_model(arguments: Sequence[str]) -> None:
     """Raise `InputError` if the model's config, the schedule or the weights cannot be used. Models
     that only SGLang can find, and flags in a --config file, are left to SGLang."""
-    model = _value(words, *_MODEL_FLAGS)
-    if model is None or "--config" in words:
+    model = _value(arguments, *_MODEL_FLAGS)
+    if model is None or "--config" in arguments:
         return
     if problem := path_problem(model):
         raise InputError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
@@ -219,28 +219,28 @@ def check_model(words: Sequence[str]) -> None:
     # Not `Path.exists`, which raises where a name is too long.
     if os.path.exists(folder / "config.json"):
         config = read_object(folder / "config.json", "a model's config.json")
-        dummy = _value(words, "--load-format") == "dummy"
+        dummy = _value(arguments, "--load-format") == "dummy"
         if not dummy and (problem := missing_weights(folder)):
             raise InputError(f"{_MODEL_FLAGS[0]}: {problem}")
     elif "://" not in model and not os.path.exists(folder) and not os.environ.get(_MODELSCOPE):
         config = read_object(hub_config(model), "a model's config.json")
-    if _value(words, "--attention-backend") != BACKEND:
+    if _value(arguments, "--attention-backend") != BACKEND:
         return
     # transformers fills in what a config leaves out.
     if config is not None and any(text_config(config).get(name) is None for name in _NEEDED):
         config = None
-    page_size = int(_value(words, "--page-size") or PAGE_SIZE)
-    lossless = (_value(words, "--speculative-algorithm") or "").upper() == LOSSLESS
-    name = named_schedule(_value(words, "--sparrow-schedule"), lossless)
+    page_size = int(_value(arguments, "--page-size") or PAGE_SIZE)
+    lossless = (_value(arguments, "--speculative-algorithm") or "").upper() == LOSSLESS
+    name = named_schedule(_value(arguments, "--sparrow-schedule"), lossless)
     schedule = load_schedule(name, page_size) if name != AUTO else None
     if config is not None:
         (schedule or schedule_for_model(config, page_size)).for_model(config)
 
 
-def parse_server_args(words: Sequence[str]) -> "ServerArgs":
+def parse_server_args(arguments: Sequence[str]) -> "ServerArgs":
     """SGLang's ServerArgs for a command line `with_defaults`, checked by SGLang and the plugin.
     Raises `ValueError` (`InputError`), `RuntimeError` or `OSError`."""
-    full = list(words)
+    full = list(arguments)
     if "--config" in full:
         try:
             # SGLang would put the file's flags in front of our defaults, which override them.
@@ -271,10 +271,10 @@ def parse_server_args(words: Sequence[str]) -> "ServerArgs":
         raise InputError(f"{_MODEL_FLAGS[0]} {model_path}: {problem}") from error
 
 
-def _value(words: Sequence[str], *flags: str) -> str | None:
+def _value(arguments: Sequence[str], *flags: str) -> str | None:
     """The last value given to one of `flags`, which overrides the others."""
     last = None
-    for word, following in zip_longest(words, words[1:]):
+    for word, following in zip_longest(arguments, arguments[1:]):
         flag, equals, value = word.partition("=")
         if flag in flags:
             last = value if equals else following

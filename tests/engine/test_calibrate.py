@@ -99,15 +99,6 @@ def test_budgets_grow_with_the_target_and_carry_their_evidence(calibrated: Path)
     assert any(row["basis"] == "measured" for row in found[0].provenance["bins"])
 
 
-def test_another_target_needs_no_engine(
-    calibrated: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "running_engine", None)
-    words = command(model, calibrated / "p.jsonl", *BUDGETS)
-    assert cli.main([*words, "--target", "0.8", "--out", str(calibrated / "n.json")]) == 0
-    assert BudgetSchedule.from_json(calibrated / "n.json").tail_target == 0.8
-
-
 def test_a_target_that_no_budget_holds_is_no_schedule(
     calibrated: Path,
     model: str,
