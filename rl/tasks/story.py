@@ -27,9 +27,9 @@ class StoryOptions(Section):
     """Words that a story must hold; more make it harder."""
     min_length: int = Field(default=60, ge=0)
     """Words that a story must have in all, so that listing the given ones is no story."""
-    train: int = Field(default=960, ge=1)
+    train: int = Field(default=960, ge=1, le=100_000)
     """Training prompts."""
-    heldout: int = Field(default=256, ge=1)
+    heldout: int = Field(default=256, ge=1, le=100_000)
     """Held-out prompts, of other words together than any training prompt."""
     seed: int = 0
     """Seed of the choice of words."""

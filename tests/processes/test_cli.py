@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 RUN = "run_dir = 'run'\n[task]\nname = 'math'\ntrain_path = 'rows.jsonl'\n"
+STORY = "run_dir = 'run'\n[task]\nname = 'story'\n[task.options]\nwords = 8\n"
 MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-1.7b"
 SCHEDULE = str(MODEL.parents[1] / "schedules" / "qwen3-1.7b-int4-pairs.json")
 ANSWERED = [
@@ -54,6 +55,7 @@ REFUSED = [
         RUN + "[engine]\nschedule = 'dense'\nserver_args = {tp_sise = 2}\n",
         "engine.server_args.tp_sise is no argument of SGLang: did you mean 'tp_size'",
     ),
+    (["train", "run.toml"], STORY + "train = 999999999\n", "task.options.train=999999999"),
     (["calibrate", "--model-path", "a/b"], "", "--model-path a/b: no such folder"),
     (["calibrate", "--prompts", "gone.jsonl"], "", "--prompts gone.jsonl (relative to {cwd})"),
     (["calibrate", "--prompts", "texts.jsonl"], "", "texts.jsonl:1: "),
