@@ -389,7 +389,8 @@ def _check(options: argparse.Namespace) -> None:
     set_acceptance_rate(options, options.drafts != [None])
     for case in options.cases:
         batch_and_length(case)
-    engine_arguments(options.engine_args, (*OWN_ARGUMENTS, "tp_size", "ep_size"))
+    by_flags = ("tp_size", "ep_size", "mem_fraction_static")
+    engine_arguments(options.engine_args, (*OWN_ARGUMENTS, *by_flags))
     if BACKEND not in options.backends.split(","):
         for name in ("schedules", "drafts"):
             if (given := getattr(options, name)) != _parser().get_default(name):

@@ -3,10 +3,10 @@
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.benchmarks.common import MODELS
 from sparrow_sglang.command_line import count, table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
@@ -175,8 +175,7 @@ def _read_config(model_path: str) -> tuple[str, Mapping[str, Any]]:
         name = path.resolve().parent.name
     else:
         # The benchmarks ship the shapes of some models.
-        models, name = Path(str(files("sparrow_sglang.benchmarks"))) / "models", path.name
-        shipped = models / name.lower() / "config.json"
+        name, shipped = path.name, MODELS / path.name.lower() / "config.json"
         path = shipped if shipped.exists() else hub_config(model_path)
     return name, read_object(path, "a model's config.json for --model-path")
 
