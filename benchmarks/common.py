@@ -24,7 +24,8 @@ OWN_ARGUMENTS = ("model_path", "attention_backend", "sparrow_schedule", "specula
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
-        shown = action.default in (None, argparse.SUPPRESS) or "(default" in (action.help or "")
+        unset = action.default in (None, [None], argparse.SUPPRESS)
+        shown = unset or "(default" in (action.help or "")
         return f"{action.help}{'' if shown else ' (default: %(default)s)'}"
 
 
