@@ -224,8 +224,16 @@ class Run:
         return [row for row in self.rows if "timing_s/step" in row]
 
     @property
-    def last_step(self) -> int:
-        return int(self.rows[-1]["step"])
+    def steps_done(self) -> int:
+        return int(self.steps[-1]["step"]) + 1
+
+    def cut(self, steps: int) -> "Run":
+        """The run up to the evaluation after so many steps."""
+        rows = [row for row in self.rows if row["step"] < steps]
+        rate = self.curve(PASS_RATE).get(steps)
+        if rate is not None:
+            rows.append({"step": steps, PASS_RATE: rate})
+        return replace(self, rows=rows)
 
     def curve(self, metric: str) -> dict[int, float]:
         """The metric by step. `_GAP` is that of one policy: a step evaluates before it samples."""
@@ -686,11 +694,11 @@ def compare(sources: Sources) -> dict[str, Any]:
     if len(runs) < 2:
         reasons = "; ".join(sources.left_out)
         raise ReportError(f"expected two or more runs to compare, got {len(runs)}: {reasons}")
-    shortest = min(runs, key=lambda run: run.last_step)
-    end = shortest.last_step
-    if any(run.last_step > end for run in runs):
-        sources.left_out.append(f"steps after {end}, the last one of {shortest.folder}")
-    runs = [replace(run, rows=[row for row in run.rows if row["step"] <= end]) for run in runs]
+    shortest = min(runs, key=lambda run: run.steps_done)
+    end = shortest.steps_done
+    if any(run.steps_done > end for run in runs):
+        sources.left_out.append(f"steps after {end}, which {shortest.folder} has not taken")
+    runs = [run.cut(end) for run in runs]
     arms = _arms(runs)
     values = {
         arm: {m: [_summary(run, m) for run in own] for m in _COMPARED} for arm, own in arms.items()
@@ -711,7 +719,7 @@ def compare(sources: Sources) -> dict[str, Any]:
             {
                 "arm": arm,
                 "seeds": [run.config.get("seed", 0) for run in own],
-                "steps": [run.last_step for run in own],
+                "steps": [run.steps_done for run in own],
                 **{
                     metric: _compared(values[arm][metric], first[metric] if index else ())
                     for metric in _COMPARED

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sparrow_sglang.calibration import measure
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.commands import cli
-from sparrow_sglang.report import find_sources, interval
+from sparrow_sglang.report import compare, find_sources, interval
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
@@ -338,6 +338,16 @@ def test_runs_are_compared_over_their_seeds(
     assert first["critic/score/mean"]["at the end"]["difference"] is None
     gap = second["critic/score/mean - eval/pass_rate"]["at the end"]["mean"]["value"]
     assert gap == pytest.approx(0.25)
+
+
+def test_runs_are_compared_up_to_the_evaluation_after_the_last_step_of_all(tmp_path: Path) -> None:
+    for steps in (4, 8):
+        write_run(tmp_path / str(steps), steps)
+    arms = compare(find_sources([tmp_path]))["arms"]
+    assert [arm["steps"] for arm in arms] == [[4], [4]]
+    assert [arm["eval/pass_rate"]["at the end"]["values"] for arm in arms] == [[0.75], [0.38]]
+    rewards = [arm["critic/score/mean"]["over the run"]["values"] for arm in arms]
+    assert rewards == [pytest.approx([0.315])] * 2
 
 
 def test_runs_within_the_folder_of_a_run_are_found(run: Path, tmp_path: Path) -> None:
