@@ -9,8 +9,10 @@ import numpy as np
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.samples import Tokens
-from sparrow_sglang.mismatch.tail import MIN_CLUSTERS, BinTail, TailStatistics
+from sparrow_sglang.mismatch.tail import MIN_CLUSTERS, TAIL_PERCENTILE, BinTail, TailStatistics
 from sparrow_sglang.mismatch.token_bins import bins_of_lengths
+
+CONFIDENCE = 0.95
 
 
 def bin_tails(
@@ -24,7 +26,7 @@ def bin_tails(
         if num_bins is not None:
             bins = np.minimum(bins, num_bins - 1)
         statistics.add(tokens.prompt, bins, tokens.rates)
-    return {tail.bin: tail for tail in statistics.bins()}
+    return {tail.bin: tail for tail in statistics.bins(TAIL_PERCENTILE, CONFIDENCE)}
 
 
 def shortage(tail: BinTail | None, min_tokens: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.choice import (
+    CONFIDENCE,
     MeasuredTails,
     bin_tails,
     choose,
@@ -18,7 +19,7 @@ from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.calibration.samples import Tokens, WorkFolder
 from sparrow_sglang.command_line import table
-from sparrow_sglang.mismatch.tail import CONFIDENCE, TAIL_PERCENTILE
+from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.schedule import BudgetSchedule
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparrow_sglang.calibration.choice import CONFIDENCE
 from sparrow_sglang.calibration.samples import Tokens
-from sparrow_sglang.mismatch.tail import BinTail, TailStatistics
+from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import PairLists, SelectionRule
 
@@ -215,7 +216,7 @@ def _tail(tokens: Sequence[Tokens]) -> BinTail:
     statistics = TailStatistics()
     for each in tokens:
         statistics.add(each.prompt, np.zeros_like(each.cached), each.rates)
-    (tail,) = statistics.bins()
+    (tail,) = statistics.bins(TAIL_PERCENTILE, CONFIDENCE)
     return tail
 
 

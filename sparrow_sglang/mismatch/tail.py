@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, NOT_COUNTED
 
 TAIL_PERCENTILE = 5.0
-CONFIDENCE = 0.95
 
 MIN_CLUSTERS = 8
 """Clusters from which on there are confidence intervals; of fewer the variance is hardly known."""
@@ -74,10 +73,12 @@ class TailStatistics:
         """Per filled bin."""
         return {index: int(self._counts[index].sum()) for index in sorted(self._counts)}
 
-    def bins(self) -> list[BinTail]:
-        return [self.bin(index) for index in sorted(self._counts)]
+    def bins(self, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95) -> list[BinTail]:
+        return [self.bin(index, percentile, confidence) for index in sorted(self._counts)]
 
-    def bin(self, index: int, confidence: float = CONFIDENCE) -> BinTail:
+    def bin(
+        self, index: int, percentile: float = TAIL_PERCENTILE, confidence: float = 0.95
+    ) -> BinTail:
         """The tail and the mean of a filled bin. The percentile of n tokens is that of rank
         ceil(n * percentile / 100), without interpolation. Its interval is Woodruff's (1952): the
         percentiles at percentile / 100 plus and minus a multiple of the standard error of the share
@@ -89,12 +90,11 @@ class TailStatistics:
         tokens = counts.sum(axis=1)
         below = np.cumsum(counts.sum(axis=0))
         total = int(below[-1])
-        share = TAIL_PERCENTILE / 100
-        cell = _cell(below, share)
+        cell = _cell(below, percentile / 100)
         tail_low = tail_high = None
         if len(tokens) >= MIN_CLUSTERS:
             error = _error_of_ratio(counts[:, : cell + 1].sum(axis=1), tokens, confidence)
-            low, high = share - error, share + error
+            low, high = percentile / 100 - error, percentile / 100 + error
             tail_low = _cell(below, low) / _STEPS if low > 0 else 0.0
             tail_high = _cell(below, high) / _STEPS if high < 1 else 1.0
         return BinTail(

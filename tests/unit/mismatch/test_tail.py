@@ -38,16 +38,17 @@ class TestTailStatistics:
             statistics.add(*request)
         bin_of = np.concatenate([item[1] for item in made])
         alpha = np.concatenate([item[2] for item in made])
-        bins = statistics.bins()
-        assert [item.bin for item in bins] == [0, 1, 2]
-        for item in bins:
-            inside = alpha[bin_of == item.bin]
-            positions = (2000 * item.bin, 2000 * item.bin + 2000)
-            assert (item.first_position, item.end_position) == positions
-            assert item.tokens == len(inside)
-            expected = np.percentile(inside, 5, method="inverted_cdf")
-            assert abs(item.tail - expected) <= GRID_ERROR + 1e-12
-            assert item.mean == pytest.approx(inside.mean(), rel=1e-12)
+        for percentile in (5.0, 1.0, 50.0):
+            bins = statistics.bins(percentile)
+            assert [item.bin for item in bins] == [0, 1, 2]
+            for item in bins:
+                inside = alpha[bin_of == item.bin]
+                positions = (2000 * item.bin, 2000 * item.bin + 2000)
+                assert (item.first_position, item.end_position) == positions
+                assert item.tokens == len(inside)
+                expected = np.percentile(inside, percentile, method="inverted_cdf")
+                assert abs(item.tail - expected) <= GRID_ERROR + 1e-12
+                assert item.mean == pytest.approx(inside.mean(), rel=1e-12)
         assert statistics.tokens() == {item.bin: item.tokens for item in bins}
 
     def test_full_agreement_is_exactly_one_and_none_exactly_zero(self) -> None:
