@@ -43,10 +43,11 @@ class Acceptance:
         """Which tokens [N] were decoded sparsely."""
         return self.bins != NOT_COUNTED
 
-    def tails(self) -> dict[tuple[str, int], float]:
-        """Tail percentile of each response with sparse tokens, by prompt id and sample."""
+    def tails(self) -> dict[tuple[str, tuple[int, ...]], float]:
+        """Tail percentile of each response with sparse tokens, by prompt id and token ids: a step
+        with more prompts than the data samples some twice."""
         return {
-            (rollout.prompt_id, rollout.sample): tail_percentile(own)
+            (rollout.prompt_id, rollout.response_ids): tail_percentile(own)
             for index, rollout in enumerate(self.rollouts)
             if (own := self.rates[self.counted & (self.owners == index)]).size
         }

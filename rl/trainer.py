@@ -161,7 +161,7 @@ def _evaluate(run: Run) -> None:
 
 
 def _keep_responses(
-    run: Run, step: int, collected: Collected, tails: dict[tuple[str, int], float]
+    run: Run, step: int, collected: Collected, tails: dict[tuple[str, tuple[int, ...]], float]
 ) -> None:
     shown = evenly(len(collected.groups), run.config.logging.response_groups)
     rows = response_rows(

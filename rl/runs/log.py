@@ -172,9 +172,9 @@ def response_rows(
     rewards: Sequence[Rewards],
     parts: Sequence[Sequence[Mapping[str, float]]],
     decode: Decode,
-    tails: Mapping[tuple[str, int], float] | None = None,
+    tails: Mapping[tuple[str, tuple[int, ...]], float] | None = None,
 ) -> list[dict[str, Any]]:
-    """`rewards` and `parts` are per group; `tails` are keyed by prompt id and sample."""
+    """`rewards` and `parts` are per group; `tails` are keyed by prompt id and token ids."""
     return [
         {
             "task": group.prompt.task,
@@ -185,7 +185,11 @@ def response_rows(
             "scores": dict(parts[number][place]) if parts else {},
             "length": len(rollout.response_ids),
             "finish_reason": rollout.finish_reason,
-            **({} if tails is None else {"tail": tails.get((rollout.prompt_id, rollout.sample))}),
+            **(
+                {}
+                if tails is None
+                else {"tail": tails.get((rollout.prompt_id, rollout.response_ids))}
+            ),
             "text": rollout.text,
         }
         for number, group in enumerate(groups)

@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -97,6 +98,8 @@ def import_libraries(reward: Reward | Mapping[str, Reward]) -> None:
 
 
 def _answer(connection: Connection, reward: Reward | Mapping[str, Reward]) -> None:
+    # A terminal sends Ctrl-C to this process, too; the run decides when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_libraries(reward)
     connection.send(("ready", None))
     while True:

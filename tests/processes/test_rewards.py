@@ -1,6 +1,7 @@
 """Groups are scored in order, and no reward function stops the pool."""
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from sparrow_sglang.rl.types import Prompt
 
 
 def told(prompt: Prompt, text: str, finish_reason: str) -> float:
+    os.kill(os.getpid(), signal.SIGINT)  # As Ctrl-C in a terminal does.
     return float(finish_reason == "length")
 
 

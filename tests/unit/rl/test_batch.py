@@ -10,12 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.collect import prompts_from
 from sparrow_sglang.rl.config import DENSE, TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.metrics import kv_metrics
+from sparrow_sglang.rl.runs.log import response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -44,6 +46,14 @@ def batch(lengths: list[list[int]], rewards: list[list[float]]) -> Batch:
         for g, group in enumerate(lengths)
     ]
     return Batch.of(groups, group_advantages(rewards, std_normalisation=False))
+
+
+def test_a_prompt_that_a_step_samples_twice_has_the_tail_of_each_response():
+    both = rollout("0", 0, 3, 40), rollout("0", 0, 3, 41)
+    owners = np.repeat([0, 1], [40, 41])
+    tails = Acceptance(both, owners / 2 + 0.25, np.zeros(81, np.int64), owners).tails()
+    rows = response_rows([Group(Prompt("0", "t", (1,)), both)], [(0, 0)], (), str, tails)
+    assert [row["tail"] for row in rows] == [0.25, 0.75]
 
 
 def test_every_token_carries_its_responses_advantage():
