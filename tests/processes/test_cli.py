@@ -2,7 +2,6 @@
 command lines run in one process, before anything that takes longer to import than to answer."""
 
 import json
-import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -142,19 +141,3 @@ def test_a_mistake_is_one_line_before_anything_slow_is_imported(
     assert message.format(cwd=answers.folder) in said.err
     assert (said.code, said.out, said.imported) == (2, "", [])
     assert said.err.count("\n") == 1
-
-
-def test_a_command_terminated_at_its_end_prints_no_traceback() -> None:
-    """Python joins threads when the main thread is done, and prints exceptions that are raised."""
-    script = """
-import os, signal, threading, time
-from sparrow_sglang.command_line import exit_on_sigterm
-exit_on_sigterm()
-def terminate():
-    threading.main_thread().join()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(30)
-threading.Thread(target=terminate).start()
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=20)
-    assert (result.returncode, result.stderr) == (128 + signal.SIGTERM, b"")

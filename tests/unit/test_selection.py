@@ -115,18 +115,13 @@ def test_a_model_of_another_shape_is_refused(
         assert f"schedule {schedule.name}: " in str(caught.value)
 
 
-def test_pairs_that_were_chosen_are_saved_a_line_each_and_read_back(tmp_path: Path) -> None:
+def test_pairs_that_were_chosen_are_saved_and_read_back(tmp_path: Path) -> None:
     pairs = chosen_pairs(4, 3, 5, 16)
     rule = RULE.model_copy(update={"landmark_pairs": pairs})
     schedule = RULED.model_copy(update={"selection": rule, "provenance": {"a": "[\n 1,\n 2\n]"}})
     schedule.save(tmp_path / "chosen.json")
     assert BudgetSchedule.from_json(tmp_path / "chosen.json") == schedule
-    lines = [line.strip(" ,") for line in (tmp_path / "chosen.json").read_text().splitlines()]
-    assert [line for line in lines if line.startswith("[") and len(line) > 1] == [
-        str(list(head)) for layer in pairs for head in layer
-    ]
     assert rule.landmark_bytes(16, 16, 2) == RULE.landmark_bytes(16, 16, 2) - 4 * 3
-    assert "int4 landmarks in 5 rotary pairs" in str(rule)
 
 
 @st.composite

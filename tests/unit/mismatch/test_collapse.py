@@ -84,7 +84,4 @@ def test_the_log_says_so_and_remembers_across_a_restart(tmp_path: Path) -> None:
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in written] == list(range(11))
     assert [row.get(ALARM) for row in written] == [None] * 9 + [1.0, 1.0]
-    line = step_line(10, 11, written[10])
-    assert "entropy 0.400, p05 acceptance 0.900" in line
-    assert "ALARM: entropy and reward have fallen while the tail rose" in line
-    assert "ALARM" not in step_line(8, 11, written[8])
+    assert ["ALARM" in step_line(step, 11, written[step]) for step in (8, 10)] == [False, True]

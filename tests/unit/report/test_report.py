@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from html.parser import HTMLParser
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from sparrow_sglang.calibration import measure
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.commands import cli
-from sparrow_sglang.report import compare, find_sources, interval
+from sparrow_sglang.report import compare, find_sources
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
@@ -247,14 +246,6 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     )
 
 
-def test_a_tail_below_the_target_is_remarked(run: Path, tmp_path: Path) -> None:
-    tails = [row["sparrow/accept_p05"] for row in ascii_task.rows(run)[:STEPS]]
-    below = sum(tail < 0.86 for tail in tails)
-    facts = report(run, tmp_path / "r.html").facts
-    assert f"{min(tails):.3g} at step {np.argmin(tails)}; BELOW the target" in facts["lowest tail"]
-    assert 0 < below and f"in {below} of {STEPS} steps" in facts["lowest tail"]
-
-
 def test_a_calibration_says_what_its_schedules_say(
     calibration: Path, calibration_page: Page
 ) -> None:
@@ -367,12 +358,6 @@ def test_what_a_calibration_works_with_is_no_result(tmp_path: Path) -> None:
     # Other programs have files of that name, too.
     (tmp_path / "settings.json").write_text("{}")
     assert list(find_sources([tmp_path]).schedules) == [tmp_path / "m.json"]
-
-
-def test_equal_runs_are_compared_without_a_warning() -> None:
-    with warnings.catch_warnings(action="error"):
-        halves = [interval(*sides)["half"] for sides in (([0.1] * 3,), ([0.1] * 3, [0.2] * 2))]
-    assert halves == pytest.approx([0, 0])
 
 
 # -- damaged files and wrong input
