@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_parallel
 
@@ -27,7 +27,7 @@ from sparrow_sglang.sglang_arguments import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -80,14 +80,6 @@ def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
     return heads if heads.stride(1) == heads.shape[2] else heads.contiguous()
 
 
-def _holds_numbers_as_computed(pool: "KVCache", dtype: torch.dtype) -> bool:
-    """Whether SGLang would copy new keys and values into the pool of whole sequences unchanged, in
-    rows of tokens: not where it scales or packs them or lays out or translates slots otherwise."""
-    whole = _whole_pool(pool)
-    plain = type(pool) in (MHATokenToKVPool, HybridLinearKVPool) and type(whole) is MHATokenToKVPool
-    return plain and whole.dtype == whole.store_dtype == dtype
-
-
 class SparrowAttnBackend(AttentionBackend):
     """Dense prefill by the device's stock backend, sparse decode under a KV budget. `budgets` holds
     the active schedule and what requests require; hooks write it between passes. `landmarks` of
@@ -137,15 +129,14 @@ class SparrowAttnBackend(AttentionBackend):
         self._last_sparse = max(self.landmarks, default=-1)
         self._keys = {layer: both_pools.get_key_buffer(layer) for layer in self.landmarks}
         on_cuda = model_runner.device == "cuda"
-        self._selection_stores = on_cuda and _holds_numbers_as_computed(
-            both_pools, model_runner.dtype
-        )
         self.dense, self._planning = build_dense_side(model_runner)
         # Whether SGLang has to wait for the lengths of the previous round of lossless decoding.
         self.needs_cpu_seq_lens = not on_cuda or getattr(self.dense, "needs_cpu_seq_lens", True)
         hf_config = model_runner.model_config.hf_config
         not_sparse = [layer_id for layer_id in held if layer_id not in self.landmarks]
         self.stock_layers = frozenset(not_sparse if window_layers(hf_config) else ())
+        # SGLang would copy keys and values of this dtype unchanged, so selection can store them.
+        self._copied_dtype = pool.dtype if on_cuda and not self.stock_layers else None
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token
         self.budgets = BudgetTable(
@@ -288,7 +279,7 @@ class SparrowAttnBackend(AttentionBackend):
         _refuse_arguments(layer, kwargs)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            if self._selection_stores and layer.layer_id in self.landmarks:
+            if k.dtype == v.dtype == self._copied_dtype and layer.layer_id in self.landmarks:
                 heads = (-1, layer.tp_k_head_num, layer.head_dim)
                 new = _side_by_side(k.view(heads)), _side_by_side(v.view(heads))
                 arguments["new_tokens"] = NewTokens(*new, forward_batch.out_cache_loc)
