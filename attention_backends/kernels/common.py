@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+# The interpreter has no inline assembly.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # SMs of an H200 or H100; used where the tensors are on the CPU (Triton's interpreter).
 INTERPRETER_SM_COUNT = 132
 

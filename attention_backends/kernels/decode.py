@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparrow_sglang.attention_backends.kernel_limits import MAX_GROUP
 from sparrow_sglang.attention_backends.kernels.common import (
+    INTERPRETED,
     assert_dense,
     dependent_launch,
     head_columns,
@@ -18,8 +19,6 @@ from sparrow_sglang.attention_backends.kernels.common import (
     sm_count,
 )
 
-# The interpreter has no inline assembly.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128
 # Numbers of splits that a kernel merges at most. One kernel is compiled for each of these, and a
