@@ -168,11 +168,9 @@ def builtin_prompts(
         )
     prompts = []
     for start in range(0, context, bin_tokens):
-        end = min(start + bin_tokens, context - new_tokens)
-        for i in range(per_bin if end > start else 0):
-            length = start + (end - start) * i // per_bin
-            if length <= frame:
-                continue
+        first, end = max(start, frame + 1), min(start + bin_tokens, context - new_tokens)
+        for i in range(per_bin if end > first else 0):
+            length = first + (end - first) * i // per_bin
             chars = round((length - frame) * chars_per_token)
             ids = tokenize(_messages(_slice(corpus, chars, draw), draw.choice(QUESTIONS)))
             while len(ids) > end:

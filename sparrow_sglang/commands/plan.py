@@ -13,7 +13,14 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.step_time import GPUS, constants, lossless_ms, step_bytes, step_time
+from sparrow_sglang.planning.step_time import (
+    GPUS,
+    MEMORY,
+    constants,
+    lossless_ms,
+    step_bytes,
+    step_time,
+)
 from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
 from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import AUTO, load_schedule, read_schedule, schedule_for_model
@@ -128,6 +135,13 @@ def run(args: argparse.Namespace) -> int:
     print(_table(plan, lengths, args.acceptance))
     for length in dict.fromkeys((lengths[0], lengths[-1])):
         print(f"\n{plan.reason(length)}", end="")
+    moved = step_bytes(shape, args.batch, lengths[-1])
+    if (needed := moved.weights + moved.kv) > MEMORY[args.gpu]:
+        print(
+            f"\n{args.batch} sequences of {lengths[-1]:,} tokens do not fit: they need"
+            f" {needed / 1e9:,.0f} GB for weights and KV",
+            end="",
+        )
     measured = {Path(file).parent.name for file in constants()["fitted_to"]}
     scaled = "" if args.gpu in measured else f"; {args.gpu.upper()} is scaled by its bandwidth"
     rate = f"drafts by schedule {drafting.name}, accepted at a rate of {args.acceptance}"

@@ -103,7 +103,7 @@ def test_builtin_prompts_reach_every_bin_and_the_two_parts_differ() -> None:
     for prompts in parts.values():
         lengths = [len(prompt.input_ids) for prompt in prompts]
         assert max(lengths) <= 4096 - 64
-        assert {length // 512 for length in lengths} == set(range(8))
+        assert {length // 512 for length in lengths} == set(range(8)) and len(lengths) == 8 * 4
     assert not {p.name for p in parts["calibration"]} & {p.name for p in parts["check"]}
     corpora = [calibration_prompts._corpus(part) for part in parts]
     assert not set(corpora[0].split("\n\n")) >= set(corpora[1].split("\n\n"))

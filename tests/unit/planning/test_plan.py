@@ -85,6 +85,8 @@ def test_an_fp8_cache_is_read_faster(plan: Plan) -> None:
         for dtype in ("bf16", "fp8_e4m3")
     )
     assert halved < 0.9 * whole
+    large = ["--length", "32768", "--batch", "24", "--gpu", "h100"]
+    assert "94 GB" in plan(*large) and "GB" not in plan(*large, "--kv-cache-dtype", "fp8_e4m3")
 
 
 @pytest.mark.parametrize(
