@@ -1,10 +1,10 @@
-"""Exact acceptance rates of some of a step's responses, and what is said of them."""
+"""Exact acceptance rates of some of a step's responses, and their metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
@@ -47,27 +47,26 @@ class Acceptance:
         """Tail percentile of each response with sparse tokens, by prompt id and token ids: a step
         with more prompts than the data samples some twice."""
         return {
-            (rollout.prompt_id, rollout.response_ids): tail_percentile(own)
+            (rollout.prompt_id, rollout.response_ids): tail_percentile(rates)
             for index, rollout in enumerate(self.rollouts)
-            if (own := self.rates[self.counted & (self.owners == index)]).size
+            if (rates := self.rates[self.counted & (self.owners == index)]).size
         }
 
 
-def acceptance_metrics(alpha: ArrayLike, bins: ArrayLike) -> dict[str, float]:
-    """Tail percentile and mean of exact acceptance rates `alpha` [N], in all and per bin of
+def acceptance_metrics(rates: NDArray[np.float64], bins: NDArray[np.int64]) -> dict[str, float]:
+    """Tail percentile and mean of exact acceptance `rates` [N], in all and per bin of
     `token_bins`. Empty if no token was decoded sparsely."""
-    rates, places = np.asarray(alpha, np.float64), np.asarray(bins, np.int64)
-    rates, places = rates[places != NOT_COUNTED], places[places != NOT_COUNTED]
+    counted = bins != NOT_COUNTED
+    rates, bins = rates[counted], bins[counted]
     if not rates.size:
         return {}
-    named = {
-        f"sparrow/accept_p05_bin{index}": tail_percentile(rates[places == index])
-        for index in np.unique(places)
-    }
     return {
         "sparrow/accept_p05": tail_percentile(rates),
         "sparrow/accept_mean": float(rates.mean()),
-    } | named
+    } | {
+        f"sparrow/accept_p05_bin{index}": tail_percentile(rates[bins == index])
+        for index in np.unique(bins)
+    }
 
 
 def tail_percentile(values: NDArray[np.float64]) -> float:

@@ -46,8 +46,8 @@ def _of_group(
     used = np.array([reward is not None for reward in rewards]) & rewards_differ(rewards)
     values = np.zeros(len(rewards))
     if used.any():
-        given = known_rewards(rewards)
-        values[used] = given - given.mean()
+        known = known_rewards(rewards)
+        values[used] = known - known.mean()
         if std_normalisation:
-            values /= given.std(ddof=1) + _EPSILON
+            values /= known.std(ddof=1) + _EPSILON
     return values, used

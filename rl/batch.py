@@ -73,16 +73,16 @@ class Batch:
 
     def _divided(self, count: int) -> tuple[list[int], list[int]]:
         computable = [index for index, one in enumerate(self.rollouts) if not one.retracted]
-        sampled = [computable[place] for place in evenly(len(computable), count)]
+        sampled = [computable[index] for index in evenly(len(computable), count)]
         return sampled, [index for index in computable if index not in sampled]
 
     def _only(self, chosen: list[int]) -> "Batch":
         tokens = torch.arange(len(self.advantages)).split(self.lengths)
-        where = torch.cat([torch.empty(0, dtype=torch.int64), *(tokens[i] for i in chosen)])
+        kept = torch.cat([torch.empty(0, dtype=torch.int64), *(tokens[i] for i in chosen)])
         return Batch(
             tuple(self.rollouts[i] for i in chosen),
-            self.rollout_logprobs[where],
-            self.advantages[where],
+            self.rollout_logprobs[kept],
+            self.advantages[kept],
             self.group[chosen],
             self.in_loss[chosen],
         )

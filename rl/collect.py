@@ -4,7 +4,7 @@ arXiv:2503.14476). Partial rollouts take the groups that finish first, and conti
 (Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521)."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
@@ -42,7 +42,7 @@ def collect(run: Run, first: int, clock: Clock) -> Collected:
         sampled = _Sampled(run, scoring, first)
         begun = sampled.begin(run.config.rollout.prompts_per_step)
         with clock("rollout"):
-            for position, group in run.stream(begun, count_finished(run), sampled.more_groups):
+            for position, group in run.stream(begun, finished_counter(run), sampled.more_groups):
                 sampled.add(position, group)
         with clock("reward"):
             scoring.wait()
@@ -63,7 +63,7 @@ class _Sampled:
         self._rewards: dict[int, Rewards] = {}
 
     def begin(self, count: int) -> list[Group]:
-        groups = begin(self._run, self._next, count)
+        groups = new_groups(self._run, self._next, count)
         self._next += count
         self._started += count
         return groups
@@ -102,7 +102,7 @@ class _Sampled:
             tuple(self._rewards[position] for position in chosen),
             scores.parts,
             metrics,
-            sum(group.tokens for group in self._groups.values()),
+            count_tokens(self._groups.values()),
             replaced,
         )
 
@@ -112,15 +112,15 @@ class _Sampled:
             if rewards is not None:
                 group = self._groups[position]
                 self._rewards[position] = with_penalties(self._settings, rewards, group)
-        return sorted(at for at, rewards in self._rewards.items() if not rewards_differ(rewards))
+        return sorted(pos for pos, rewards in self._rewards.items() if not rewards_differ(rewards))
 
 
 def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
     """`count` prompts from the run's prompt number `first` on: all once before any again, each time
     in a new order that depends on `seed` only."""
     size = len(prompts)
-    places = range(first, first + count)
-    return [prompts[_order(size, seed, place // size)[place % size]] for place in places]
+    numbers = range(first, first + count)
+    return [prompts[_order(size, seed, number // size)[number % size]] for number in numbers]
 
 
 @lru_cache(maxsize=4)
@@ -130,12 +130,12 @@ def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def begin(run: Run, first: int, count: int) -> list[Group]:
+def new_groups(run: Run, first: int, count: int) -> list[Group]:
     prompts = prompts_from(run.setup.train, first, count, run.config.seed)
     return [Group.begun(prompt, run.config.rollout.samples_per_prompt) for prompt in prompts]
 
 
-def count_finished(run: Run) -> OnFinished:
+def finished_counter(run: Run) -> OnFinished:
     settings = run.config.rollout
     total = settings.prompts_per_step * settings.samples_per_prompt
     return run.log.responses("rollout", total)
@@ -161,7 +161,7 @@ def with_penalties(settings: RolloutConfig, rewards: Rewards, group: Group) -> R
     )
 
 
-def count_tokens(groups: Sequence[Group]) -> int:
+def count_tokens(groups: Iterable[Group]) -> int:
     return sum(group.tokens for group in groups)
 
 
@@ -180,7 +180,7 @@ def collect_partial(run: Run, first: int, step: int, clock: Clock) -> Collected:
 
         def take(position: int, group: Group) -> None:
             groups[position] = group
-            # Places in the step stay reserved for the groups that are due.
+            # The step keeps room for the groups that are due.
             if group.finished and len(due | numbers.keys() | {position}) <= count:
                 numbers[position] = scoring.add(group)
 
@@ -192,7 +192,7 @@ def collect_partial(run: Run, first: int, step: int, clock: Clock) -> Collected:
         with clock("rollout"):
             unfinished = [position for position, group in groups.items() if not group.finished]
             begun = [groups[position] for position in unfinished]
-            for index, group in run.stream(begun, count_finished(run), should_stop=should_stop):
+            for index, group in run.stream(begun, finished_counter(run), should_stop=should_stop):
                 take(unfinished[index], group)
         chosen = sorted(numbers)
         with clock("reward"):
@@ -213,7 +213,7 @@ def _carried_and_new(run: Run, first: int) -> list[Group]:
     settings, carried = run.config.rollout, run.state.carried
     # Decimal, as 50 times 1.1 is above 55 in floats.
     most = ceil(settings.prompts_per_step * Decimal(repr(settings.oversubscribe)))
-    new = begin(run, first + len(carried), most - len(carried))
+    new = new_groups(run, first + len(carried), most - len(carried))
     # A resumed run may have a lower `max_new_tokens` than when these were sampled.
     return [*(group.cut(settings.max_new_tokens) for group in carried), *new]
 

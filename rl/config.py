@@ -27,6 +27,7 @@ from pydantic import (
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut, relative_note
+from sparrow_sglang.schedule import DENSE
 from sparrow_sglang.validation import first_problem
 
 
@@ -291,10 +292,7 @@ class DistillConfig(Section):
     loads it as unmerged LoRA through SGLang's LoRA manager."""
 
 
-DENSE = "dense"
-"""Name of the schedule that reads all of the KV cache."""
-
-_OWN_SETTINGS = {
+_SETTING_OF_ARGUMENT = {
     "model_path": "model.path",
     "random_seed": "seed",
     "attention_backend": "engine.schedule",
@@ -332,9 +330,9 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _arguments_fit(self) -> Self:
         arguments = self.server_args
-        for name, setting in _OWN_SETTINGS.items():
+        for name, setting in _SETTING_OF_ARGUMENT.items():
             free = self.schedule == DENSE and name in _FOR_DENSE
-            # Either of that name would make dense rollouts sparse or lossless.
+            # The value "sparrow" of either would make dense rollouts sparse or lossless.
             if name in arguments and not (free and str(arguments[name]).lower() != "sparrow"):
                 raise ValueError(f"server_args.{name} is not set there: set {setting} instead")
         if self.lossless and self.schedule == DENSE:

@@ -42,10 +42,10 @@ def mask(log_ratio: torch.Tensor, lengths: Sequence[int], settings: AlgorithmCon
     """The ratio itself if it lies in [mask_low, mask_high], otherwise 0."""
     ratio = _ratio(log_ratio)
     low, high = settings.mask_low, settings.mask_high
-    kept = (ratio >= low) & (ratio <= high)
-    weights = torch.where(kept, ratio, 0.0)
+    in_range = (ratio >= low) & (ratio <= high)
+    weights = torch.where(in_range, ratio, 0.0)
     metrics = importance_metrics(weights, ratio, low, high)
-    metrics["rollout_corr/rollout_is_oob_ratio"] = 1.0 - float(kept.double().mean())
+    metrics["rollout_corr/rollout_is_oob_ratio"] = 1.0 - float(in_range.double().mean())
     return Correction(weights.float(), metrics)
 
 
@@ -91,8 +91,9 @@ def correct(
         raise ValueError(
             "dense_logprobs or rollout_logprobs hold NaN or an infinity: expected finite log-probs"
         )
-    result = CORRECTIONS[settings.correction](dense - rollout, lengths, settings)
-    return Correction(result.weights, mismatch_metrics(dense, rollout, lengths) | result.metrics)
+    correction = CORRECTIONS[settings.correction](dense - rollout, lengths, settings)
+    mismatch = mismatch_metrics(dense, rollout, lengths)
+    return Correction(correction.weights, mismatch | correction.metrics)
 
 
 def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -119,19 +119,19 @@ class SparseAdapter:
 
     @contextmanager
     def _merged(self, scale: float) -> Iterator[None]:
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for name, parameter, master in self._policy.named_parameters():
                 layer = self._layers.get(name.removesuffix(".weight"))
                 if layer is not None:
                     weight = local(parameter.detach())
-                    kept.append((weight, weight.clone()))
+                    before.append((weight, weight.clone()))
                     merged = self._merged_rows(layer, parameter, master, scale)
                     weight.copy_(merged.to(self._policy.compute_dtype))
             yield
         finally:
-            for weight, before in kept:
-                weight.copy_(before)
+            for weight, values in before:
+                weight.copy_(values)
 
     def step(
         self,
@@ -163,7 +163,8 @@ class SparseAdapter:
                 dense = policy.hidden(packed)
             with self.enabled():
                 sparse = policy.hidden(packed, SparseRule(schedule, packed.prompt_lengths))
-            return summed(sparse, dense, policy.head, temperature, settings.top_k) / tokens
+            sums = kl_and_entropy_gap(sparse, dense, policy.head, temperature, settings.top_k)
+            return sums / tokens
 
         names = ("sparrow/distill_kl", "sparrow/distill_entropy_gap")
         totals = dict.fromkeys(names, 0.0)
@@ -253,12 +254,12 @@ def require_modules(model: PreTrainedModel, names: Sequence[str]) -> None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     ]
-    for wanted in names:
-        if not any(f".{name}".endswith(f".{wanted}") for name in linear):
+    for target in names:
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
             raise InputError(
                 f"distill.target_modules={list(names)}: the model's layers have no module"
-                f" {wanted!r}; expected some of {', '.join(known)}"
+                f" {target!r}; expected some of {', '.join(known)}"
             )
 
 
@@ -293,7 +294,7 @@ def entropies(logprobs: torch.Tensor) -> torch.Tensor:
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
-def summed(
+def kl_and_entropy_gap(
     sparse: torch.Tensor, dense: torch.Tensor, head: torch.Tensor, temperature: float, k: int
 ) -> torch.Tensor:
     """Sums [2] over rows: of `top_k_kl`, and of the sparse entropy less the dense one."""
@@ -325,7 +326,7 @@ def choose_scale(
     delivery."""
     actors = [partial(adapter.delivered, scale) for scale in SCALES]
     rates = policy.acceptances(batch.segments, schedule, actors, temperature)
-    measured = [Acceptance.of(batch.rollouts, np.concatenate(some), schedule) for some in rates]
+    measured = [Acceptance.of(batch.rollouts, np.concatenate(of), schedule) for of in rates]
     counted = measured[0].counted
     if adapter.schedule != schedule.name:
         # A resumed run may have another one.
@@ -337,8 +338,8 @@ def choose_scale(
     if scale != adapter.scale:
         adapter.scale, adapter.gains = scale, []
     return {"sparrow/distill_scale": scale, "sparrow/distill_gate_prompts": float(prompts)} | {
-        f"sparrow/distill_p05_scale{scale:g}": tail_percentile(some.rates[counted])
-        for scale, some in zip(SCALES, measured, strict=True)
+        f"sparrow/distill_p05_scale{scale:g}": tail_percentile(acceptance.rates[counted])
+        for scale, acceptance in zip(SCALES, measured, strict=True)
         if counted.any()
     }
 
@@ -353,9 +354,9 @@ def gains(current: float, measured: Sequence[Acceptance]) -> Gains:
     gained = [(now.rates <= tails).astype(int) - (some.rates <= tails) for some in measured]
     prompts = np.array([rollout.prompt_id for rollout in now.rollouts])[now.owners]
     return {
-        prompt: (int(own.sum()), *(int(one[own].sum()) for one in gained))
+        prompt: (int(tokens.sum()), *(int(gain[tokens].sum()) for gain in gained))
         for prompt in dict.fromkeys(prompts[now.counted].tolist())
-        for own in [now.counted & (prompts == prompt)]
+        for tokens in [now.counted & (prompts == prompt)]
     }
 
 

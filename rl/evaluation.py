@@ -44,8 +44,8 @@ def evaluate(run: Run) -> Evaluation:
     `RewardsFailed`."""
     settings = run.config.evaluation
     heldout = run.setup.heldout.items()
-    chosen = {name: prompts[: settings.prompts or None] for name, prompts in heldout}
-    prompts = [prompt for some in chosen.values() for prompt in some]
+    prompts_by_set = {name: prompts[: settings.prompts or None] for name, prompts in heldout}
+    prompts = [prompt for in_set in prompts_by_set.values() for prompt in in_set]
     sampling = Sampling(
         run.config.evaluation_tokens,
         settings.temperature,
@@ -59,15 +59,15 @@ def evaluate(run: Run) -> Evaluation:
     finished = run.log.responses("evaluation", len(prompts) * samples)
     groups = run.engine.generate(prompts, samples, sampling, finished)
     scores = run.reward_workers.score(groups)
-    sets = tuple(name for name, some in chosen.items() for _ in some)
+    sets = tuple(name for name, in_set in prompts_by_set.items() for _ in in_set)
     # `metrics()` of scores counts failures, as "sparrow/reward_errors" and the like.
     failures = scores.metrics().items()
     metrics = {f"eval/{key.rpartition('/')[2]}": value for key, value in failures}
     rates = []
-    for name in chosen:
-        places = [place for place, other in enumerate(sets) if other == name]
-        rewards = [scores.rewards[place] for place in places]
-        values = _set_metrics(rewards, [groups[place] for place in places], settings)
+    for name in prompts_by_set:
+        indices = [index for index, set_name in enumerate(sets) if set_name == name]
+        rewards = [scores.rewards[index] for index in indices]
+        values = _set_metrics(rewards, [groups[index] for index in indices], settings)
         prefix = f"eval/{name}/" if name else "eval/"
         metrics |= {prefix + key: value for key, value in values.items()}
         rates.append(values["pass_rate"])

@@ -1,4 +1,4 @@
-"""Everything of a run that holds trained weights: policy, reference policy and adapter."""
+"""The trained weights of a run: policy, reference policy and adapter."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -28,28 +28,28 @@ from sparrow_sglang.schedule import BudgetSchedule
 class ReferencePolicy:
     def __init__(self, policy: DensePolicy) -> None:
         self._policy = policy
-        self._weights = _copied(policy)
+        self._weights = _copy_of_weights(policy)
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
         """fp32 [N] on the CPU; 0 for tokens outside the loss."""
         result = torch.zeros(len(batch.advantages))
         sequences, tokens = batch.part(batch.in_loss)
         if sequences:
-            trained = _copied(self._policy)
+            trained = _copy_of_weights(self._policy)
             try:
-                _put(self._policy, self._weights)
+                _set_weights(self._policy, self._weights)
                 result[tokens] = torch.cat(self._policy.score(sequences, temperature)[0])
             finally:
-                _put(self._policy, trained)
+                _set_weights(self._policy, trained)
         return result
 
 
-def _copied(policy: DensePolicy) -> list[torch.Tensor]:
+def _copy_of_weights(policy: DensePolicy) -> list[torch.Tensor]:
     return [local(p.detach()).to("cpu", copy=True) for _, p, _ in policy.named_parameters()]
 
 
 @torch.no_grad()
-def _put(policy: DensePolicy, weights: list[torch.Tensor]) -> None:
+def _set_weights(policy: DensePolicy, weights: list[torch.Tensor]) -> None:
     for (_, parameter, _), value in zip(policy.named_parameters(), weights, strict=True):
         local(parameter).copy_(value)
 
@@ -58,7 +58,7 @@ _ADAPTER_STATE = "adapter.pt"
 
 
 class TrainersLost(SparrowError, RuntimeError):
-    """Processes of the learner are gone; the run must go on from its newest checkpoint."""
+    """Processes of the learner have ended; the run must resume from its newest checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +125,8 @@ class Learner:
         policy that is still the same."""
         settings, count = self._config, len(batch.advantages)
         by_update = settings.algorithm.mini_batches == 1
-        wanted = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
-        sequences, tokens = batch.part(wanted)
+        scored_here = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
+        sequences, tokens = batch.part(scored_here)
         scored = Scored(torch.empty(count), torch.empty(count))
         if sequences:
             parts = self.policy.score(sequences, settings.rollout.temperature)
@@ -159,8 +159,8 @@ class Learner:
             group["lr"] = lr
         rows: list[dict[str, float]] = []
         skipped = 0
+        by_update = settings.mini_batches == 1
         for sequences, tokens in batch.mini_batches(settings.mini_batches):
-            by_update = settings.mini_batches == 1
             loss = MiniBatchLoss(
                 batch.rollout_logprobs[tokens],
                 batch.advantages[tokens],

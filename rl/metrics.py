@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.acceptance import mean_acceptance_from_samples
 from sparrow_sglang.rl.acceptance import tail_percentile
-from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.types import Group, Rewards, Rollout, known_rewards
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import DENSE, BudgetSchedule
 
 LOG_RATIO_BOUND = 20.0
 """As in verl, log ratios of importance weights are cut to +-20 before they are exponentiated;
@@ -119,8 +118,8 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[Rewards]) -> dict
     for values, group in zip(known, groups, strict=True):
         if values.size:
             by_task.setdefault(group.prompt.task, []).append(float(values.mean()))
-    named = {f"sparrow/task/{task}/score": float(np.mean(of)) for task, of in by_task.items()}
-    return (named if len(named) > 1 else {}) | {
+    scores_of_tasks = {f"sparrow/task/{t}/score": float(np.mean(s)) for t, s in by_task.items()}
+    return (scores_of_tasks if len(by_task) > 1 else {}) | {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
         "critic/score/min": float(scores.min()),

@@ -11,15 +11,15 @@ from sparrow_sglang.rl.types import ABORTED, Group, Prompt, Rollout, Segment
 
 
 class RolloutError(SparrowError, RuntimeError):
-    """An engine's answer cannot be trained on; the message says which and why."""
+    """A response cannot be trained on; the message says which and why."""
 
 
 class EngineDied(SparrowError, RuntimeError):
-    """A process of an engine is gone, or an engine does not answer."""
+    """A process of an engine has ended, or an engine does not respond."""
 
 
 class EngineNotStarted(EngineDied):
-    """An engine did not start, and would not do so another time."""
+    """An engine did not start, and a retry would fail, too."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ def sample_request(rollout: Rollout, sampling: Sampling, switchable: bool = True
 
 def continued(
     rollout: Rollout,
-    answer: Mapping[str, Any],
+    output: Mapping[str, Any],
     sampling: Sampling,
     weight_version: str,
     schedule: str,
     decode: Callable[[Sequence[int]], str],
     stopped: bool = False,
 ) -> Rollout:
-    """`rollout` with SGLang's answer to its `sample_request`. If requests were `stopped`, it may be
-    aborted. Raises `RolloutError` if it was otherwise aborted, came from other weights than
+    """`rollout` with SGLang's output for its `sample_request`. If requests were `stopped`, it may
+    be aborted. Raises `RolloutError` if it was otherwise aborted, came from other weights than
     `weight_version`, or is shorter or longer than its finish reason says."""
-    meta = answer["meta_info"]
+    meta = output["meta_info"]
     recorded = [(value, token) for value, token, *_ in meta.get("output_token_logprobs") or []]
     finish = meta["finish_reason"] or {"type": "none"}
     before = len(rollout.response_ids)
@@ -138,7 +138,7 @@ ShouldStop = Callable[[], bool]
 
 
 class RolloutEngine(Protocol):
-    """Samples responses from the weights that it was last given."""
+    """Samples responses from the weights that it last received."""
 
     def generate(
         self,

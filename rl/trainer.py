@@ -35,13 +35,13 @@ MAX_SKIPPED_STEPS = 5
 
 def train(config: TrainConfig, resume: bool = False) -> Path | None:
     """Train until `config.steps` steps are done; returns the folder of the last checkpoint.
-    `resume` goes on from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
+    `resume` continues from the newest checkpoint in `config.run_dir`, if there is one. SIGTERM and
     Ctrl-C write a checkpoint and raise `Stopped`, a `SystemExit`; a second Ctrl-C stops at once.
     Errors outside an optimizer step are raised after a checkpoint, too. Must be called in the main
     thread, under the usual `if __name__ == "__main__"`.
 
     Raises:
-        InputError, ScheduleError, ModelError: wrong settings, before anything is lost.
+        InputError, ScheduleError, ModelError: invalid settings, before anything is written.
         EngineNotStarted, RolloutError: no engine, or responses that cannot be trained on.
         EngineDied, TrainersLost: more than `cluster.max_restarts` deaths without a checkpoint.
         RewardsFailed: an unusable reward, or more than half of a step's rewards are missing.
@@ -152,12 +152,13 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
 
 
 def _evaluate(run: Run) -> None:
-    steps, found = run.state.step, evaluate(run)
-    for line in found.lines():
+    steps, evaluation = run.state.step, evaluate(run)
+    for line in evaluation.lines():
         run.log.progress.say(f"after {steps} steps: {line}")
     # Before the checkpoint, during which the run may be killed.
-    run.log.write_evaluation(steps, found.metrics, found.rows(run.setup.tokenizer.decode))
-    run.keep_if_best(found.metrics["eval/pass_rate"])
+    rows = evaluation.rows(run.setup.tokenizer.decode)
+    run.log.write_evaluation(steps, evaluation.metrics, rows)
+    run.keep_if_best(evaluation.metrics["eval/pass_rate"])
 
 
 def _keep_responses(

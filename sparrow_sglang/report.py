@@ -24,7 +24,13 @@ from sparrow_sglang.command_line import table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
-from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE, RUN_FILE, read_starts
+from sparrow_sglang.run_folder import (
+    METRICS_FILE,
+    RESPONSES_FILE,
+    RUN_FILE,
+    read_rows,
+    read_starts,
+)
 from sparrow_sglang.schedule import BudgetSchedule
 
 Row = Mapping[str, Any]
@@ -250,18 +256,12 @@ def read_run(folder: Path) -> Run:
     with _reading(folder / METRICS_FILE):
         rows = dict[int, dict[str, Any]]()
         # An evaluation and the step that follows it have rows of their own.
-        for row in json_lines(folder / METRICS_FILE):
+        for row in read_rows(folder / METRICS_FILE):
             rows.setdefault(int(row["step"]), {}).update(row)
     run = Run(folder, [rows[step] for step in sorted(rows)], starts)
     if not run.steps:
         raise ReportError(f"{folder / METRICS_FILE}: holds no training step yet")
     return run
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file. A last row that a killed run cut is left out."""
-    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 # -- the page
@@ -449,7 +449,7 @@ def _section_of_run(folder: Path) -> Section:
             section.settings.append((f"Versions from step {start['step']} on", _versions(start)))
         shown_software = software
     with _reading(folder / RESPONSES_FILE):
-        section.samples += _samples(json_lines(folder / RESPONSES_FILE))
+        section.samples += _samples(read_rows(folder / RESPONSES_FILE))
     return section
 
 

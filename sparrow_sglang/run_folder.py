@@ -1,5 +1,5 @@
-"""The folder of a training run: names of its files, and when it was started. `rl` writes these
-files, `report` and `benchmarks` read them."""
+"""The folder of a training run: names of its files, and how to read them. `rl` writes them, and
+`report` and `benchmarks` read them."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,12 @@ METRICS_FILE = "metrics.jsonl"
 RESPONSES_FILE = "responses.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 RUN_FILE = "run.json"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file. A last row that a killed run left incomplete is dropped."""
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
 from sparrow_sglang.rl.rollout import (
     EngineDied,
@@ -27,6 +26,7 @@ from sparrow_sglang.rl.rollout import (
     ShouldStop,
 )
 from sparrow_sglang.rl.types import Group
+from sparrow_sglang.schedule import DENSE
 from sparrow_sglang.sglang_versions import weight_update_session
 
 BUCKET_BYTES = 512 * 2**20
@@ -71,7 +71,7 @@ ANSWER_TIMEOUT_S = 600.0
 class LocalEngine(RolloutEngine):
     """An `sglang.Engine` of this process, built and used in one thread. On CUDA, SGLang's memory
     saver is on by default. Methods that wait for the engine raise `EngineDied` if one of its
-    processes is gone. `engine` is the `sglang.Engine`, and `dtype` what it computes in."""
+    processes has ended. `engine` is the `sglang.Engine`, and `dtype` its compute dtype."""
 
     def __init__(self, model_path: str, schedule: str = "auto", **server_args: Any) -> None:
         """Raises `ValueError` if schedule, model or arguments cannot be served."""
@@ -83,7 +83,7 @@ class LocalEngine(RolloutEngine):
         self._manager = self.engine.tokenizer_manager
         self.dtype: torch.dtype = self._manager.model_config.dtype
         self._processes = EngineProcesses(self.engine.get_all_child_pids())
-        self._run(self._take_signals_back(on_sigterm))
+        self._run(self._restore_signal_handlers(on_sigterm))
         arguments = self.engine.server_args
         self._saves_memory = arguments.enable_memory_saver
         self._released = False
@@ -124,7 +124,7 @@ class LocalEngine(RolloutEngine):
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """Load weights under their checkpoint names; later rollouts carry `version`. Raises
-        `RuntimeError` if the engine was still busy after a minute, or SGLang refused a tensor: the
+        `RuntimeError` if the engine was still busy after a minute, or SGLang rejected a tensor: the
         engine then generates nothing until all are loaded again."""
         self.prepare_load()
         for bucket in pack(tensors):
@@ -170,7 +170,7 @@ class LocalEngine(RolloutEngine):
         )
 
     def prepare_load(self) -> None:
-        """Empty the prefix cache, whose KV is of the old weights, and refuse rollouts meanwhile."""
+        """Empty the prefix cache of the old weights' KV; no rollouts until `finish_load`."""
         # SGLang's own flush after an update kills the scheduler if it is not quite idle yet.
         flushed = self._run(self._manager.flush_cache(timeout_s=IDLE_TIMEOUT_S))
         if not flushed.success:
@@ -192,7 +192,7 @@ class LocalEngine(RolloutEngine):
     def _weight_session(self, step: str) -> None:
         call = weight_update_session(self._manager, step)
         if call is not None:
-            self._require(self._run(call))
+            self._require_success(self._run(call))
 
     def set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> None:
         """Load PEFT's `tensors` and `config` as LoRA adapter, replacing one of the same name.
@@ -224,18 +224,18 @@ class LocalEngine(RolloutEngine):
                     value.context.destroy(linger=0)
 
     def _weights_call(self, method: str, request: str, **fields: Any) -> None:
-        self._require(self._call(method, request, **fields))
+        self._require_success(self._call(method, request, **fields))
 
-    def _require(self, answer: tuple[bool, str]) -> None:
-        success, message = answer
+    def _require_success(self, result: tuple[bool, str]) -> None:
+        success, message = result
         if not success:
             raise RuntimeError(f"SGLang did not take the weights: {message}")
 
     def _call(self, method: str, request: str, **fields: Any) -> Any:
         from sglang.srt.managers import io_struct
 
-        asked = getattr(io_struct, request)(**fields)
-        return self._run(getattr(self._manager, method)(asked, None))
+        message = getattr(io_struct, request)(**fields)
+        return self._run(getattr(self._manager, method)(message, None))
 
     def _run(self, call: Any) -> Any:
         loop = self.engine.loop
@@ -249,7 +249,7 @@ class LocalEngine(RolloutEngine):
                     raise EngineDied(f"the engine did not answer within {ANSWER_TIMEOUT_S:.0f} s")
         return task.result()
 
-    async def _take_signals_back(self, on_sigterm: Any) -> None:
+    async def _restore_signal_handlers(self, on_sigterm: Any) -> None:
         """Undo SGLang's signal handling, which would kill this process with one of the engine's and
         keep SIGTERM from the trainer. Dead processes are found by polling."""
         # A failing process sends SIGQUIT to its parent; `require_alive` will find it dead.

@@ -51,7 +51,7 @@ class EngineProcesses:
 
 @dataclass(eq=False)
 class Responses:
-    """Of SGLang's tokenizer manager. `switchable`: the engine has the sparrow backend."""
+    """`manager` is SGLang's TokenizerManager. `switchable`: the engine has the sparrow backend."""
 
     manager: Any
     loop: asyncio.AbstractEventLoop
@@ -125,14 +125,14 @@ class Responses:
         if self._stopped:
             return position, rollout
         request = sample_request(rollout, self.sampling, self.switchable)
-        answers = self.manager.generate_request(GenerateReqInput(**request), None)
+        outputs = self.manager.generate_request(GenerateReqInput(**request), None)
         try:
-            answer = await anext(answers)
+            output = await anext(outputs)
         finally:
-            await answers.aclose()
+            await outputs.aclose()
         response = continued(
             rollout,
-            answer,
+            output,
             self.sampling,
             self.weight_version,
             self.schedule,

@@ -12,10 +12,11 @@ from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.acceptance import MIN_PROMPTS
-from sparrow_sglang.rl.config import DENSE, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.rl.types import Group, Rewards
-from sparrow_sglang.run_folder import EVALUATIONS_FILE, METRICS_FILE, RESPONSES_FILE
+from sparrow_sglang.run_folder import EVALUATIONS_FILE, METRICS_FILE, RESPONSES_FILE, read_rows
+from sparrow_sglang.schedule import DENSE
 
 # Rows of metrics.jsonl and of evaluations.jsonl that belong to an evaluation have one of these.
 _EVALUATED = {"eval/pass_rate", "set"}
@@ -115,48 +116,48 @@ class RunLog:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool = False) -> str:
-    words = [
+    facts = [
         f"step {step} ({step + 1}/{steps})",
         f"reward {metrics['critic/score/mean']:.3f}",
         f"length {metrics['response_length/mean']:.0f}",
         f"truncated {metrics['response_length/clip_ratio']:.0%}",
     ]
     if ENTROPY in metrics:
-        words.append(f"entropy {metrics[ENTROPY]:.3f}")
+        facts.append(f"entropy {metrics[ENTROPY]:.3f}")
     if "sparrow/tokens_per_round" in metrics:
-        words.append(f"{metrics['sparrow/tokens_per_round']:.1f} tokens a round")
+        facts.append(f"{metrics['sparrow/tokens_per_round']:.1f} tokens a round")
     elif dense:
-        words.append("dense")
+        facts.append("dense")
     elif "sparrow/kv_tokens_read" in metrics:
         read, cached = metrics["sparrow/kv_tokens_read"], metrics["sparrow/kv_tokens_cached"]
         tail = f"{metrics[TAIL]:.3f}" if TAIL in metrics else "–"
-        words.append(f"p05 acceptance {tail}")
-        words.append(f"KV read {read:.0f} of {cached:.0f} tokens")
+        facts.append(f"p05 acceptance {tail}")
+        facts.append(f"KV read {read:.0f} of {cached:.0f} tokens")
         if read == cached:
-            words.append("nothing sparse: all lengths are within the budget")
+            facts.append("nothing sparse: all lengths are within the budget")
     if "sparrow/distill_scale" in metrics:
         judged = metrics["sparrow/distill_gate_prompts"]
         short = f" ({judged:.0f} of {MIN_PROMPTS} prompts measured)" if judged < MIN_PROMPTS else ""
-        words.append(f"adapter scale {metrics['sparrow/distill_scale']:g}{short}")
-    words.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
+        facts.append(f"adapter scale {metrics['sparrow/distill_scale']:g}{short}")
+    facts.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
     if metrics.get(ALARM):
-        words.append(
+        facts.append(
             "ALARM: entropy and reward have fallen while the tail rose, the policy may be"
             " collapsing"
         )
     failed = sum(metrics.get(name, 0.0) for name in FAILURES.values())
     if failed:
-        words.append(f"{failed:.0f} rewards failed")
+        facts.append(f"{failed:.0f} rewards failed")
     if metrics.get("actor/optimizer_steps") == metrics.get("actor/skipped_steps") == 0:
-        words.append("no gradient: all groups equal")
+        facts.append("no gradient: all groups equal")
     if metrics.get("actor/skipped_steps"):
-        words.append(f"{metrics['actor/skipped_steps']:.0f} optimizer steps skipped")
+        facts.append(f"{metrics['actor/skipped_steps']:.0f} optimizer steps skipped")
     split = [
         f"{_title(stage)} {metrics[f'timing_s/{stage}']:.1f}"
         for stage in _STAGES
         if metrics.get(f"timing_s/{stage}", 0.0) >= 0.05
     ]
-    return ", ".join(words) + f" | {metrics['timing_s/step']:.1f} s: " + ", ".join(split)
+    return ", ".join(facts) + f" | {metrics['timing_s/step']:.1f} s: " + ", ".join(split)
 
 
 def _title(stage: str) -> str:
@@ -181,8 +182,8 @@ def response_rows(
             "prompt_id": rollout.prompt_id,
             "prompt": decode(rollout.prompt_ids),
             "sample": rollout.sample,
-            "reward": rewards[number][place],
-            "scores": dict(parts[number][place]) if parts else {},
+            "reward": rewards[group_index][index],
+            "scores": dict(parts[group_index][index]) if parts else {},
             "length": len(rollout.response_ids),
             "finish_reason": rollout.finish_reason,
             **(
@@ -192,8 +193,8 @@ def response_rows(
             ),
             "text": rollout.text,
         }
-        for number, group in enumerate(groups)
-        for place, rollout in enumerate(group.rollouts)
+        for group_index, group in enumerate(groups)
+        for index, rollout in enumerate(group.rollouts)
     ]
 
 
@@ -205,9 +206,10 @@ def _drop_rows(path: Path, first: int, evaluations: int) -> list[Mapping[str, fl
     """Keeps and returns the rows of steps before `first`, of evaluations before `evaluations`."""
     if not path.exists():
         return []
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    # The last row of a killed run may be incomplete.
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    kept = [r for r in rows if r["step"] < (evaluations if r.keys() & _EVALUATED else first)]
+    kept: list[Mapping[str, float]] = [
+        row
+        for row in read_rows(path)
+        if row["step"] < (evaluations if row.keys() & _EVALUATED else first)
+    ]
     write_text(path, _json_lines(kept))
     return kept

@@ -21,12 +21,12 @@ from sparrow_sglang.models import (
 )
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS
 from sparrow_sglang.plugin.server_args import argument_problem
-from sparrow_sglang.rl.config import DENSE, EngineConfig, TrainConfig
+from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
 from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
-from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedule import DENSE, DRAFTS, PAGE_SIZE, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model
 
 

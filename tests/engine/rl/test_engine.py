@@ -14,11 +14,11 @@ from training import ALL, PROMPTS, SERVER_ARGS, begun, error, transformers_logpr
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.benchmarks.rollout import make_requests, replay
-from sparrow_sglang.rl.config import DENSE
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.metrics import round_metrics
 from sparrow_sglang.rl.rollout import EngineDied, Sampling
 from sparrow_sglang.rl.types import ABORTED
+from sparrow_sglang.schedule import DENSE
 
 SAMPLING = Sampling(max_new_tokens=60)
 

@@ -14,12 +14,12 @@ from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.collect import prompts_from
-from sparrow_sglang.rl.config import DENSE, TrainConfig
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.metrics import kv_metrics
 from sparrow_sglang.rl.runs.log import response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedule import DENSE, BudgetSchedule
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))

@@ -19,7 +19,6 @@ from training import optimizer_steps
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
-from sparrow_sglang.report import json_lines
 from sparrow_sglang.rl import evaluation, learner, loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner
@@ -30,6 +29,7 @@ from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.run_folder import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_a_resumed_run_goes_on_behind_the_prompts_that_replaced_groups(
     replaced = sum(row["sparrow/replaced_groups"] for row in rows(tmp_path / "parts"))
     assert replaced > 0
     assert rows(tmp_path / "parts")[-1]["sparrow/epochs"] == (3 * 2 + replaced) / 20
-    answers = json_lines(tmp_path / "parts" / "responses.jsonl")
+    answers = read_rows(tmp_path / "parts" / "responses.jsonl")
     prompts = [row["prompt_id"] for row in answers if row["sample"] == 0]
     assert len(prompts) == len(set(prompts)) == 3 * 2
     assert all(row["sparrow/zero_std_groups"] == 0 for row in rows(tmp_path / "parts"))
@@ -228,7 +228,7 @@ def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(
     last = rows(tmp_path / "run")[-1]
     assert 0 < last["eval/pass@1"] <= last["eval/pass@3"] <= 1
     assert last["eval/reward_errors"] == 0
-    answers = json_lines(tmp_path / "run" / "evaluations.jsonl")
+    answers = read_rows(tmp_path / "run" / "evaluations.jsonl")
     assert [row["step"] for row in answers] == [0] * 6 + [1] * 6
     assert {row["set"] for row in answers} == {""} and all(row["prompt"] for row in answers)
 
@@ -329,7 +329,7 @@ def test_each_held_out_set_has_a_pass_rate_and_each_task_its_reward(
     # So few tokens hold no story of 60 words.
     assert last["eval/tale/pass_rate"] == 0 < last["eval/letters/pass_rate"]
     assert last["eval/pass_rate"] == last["eval/letters/pass_rate"] / 2
-    answers = json_lines(tmp_path / "run" / "responses.jsonl")
+    answers = read_rows(tmp_path / "run" / "responses.jsonl")
     assert {row["step"] for row in answers} == {0} and len(answers) == 8
     for row in answers:
         prompt = Prompt("p", "", (1,))
