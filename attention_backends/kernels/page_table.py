@@ -30,8 +30,12 @@ class Budgets(NamedTuple):
     dense_pages: torch.Tensor
 
 
-# The number of rows differs between captured batches and larger ones.
-@triton.jit(do_not_specialize=["selected_stride"])
+# The number of rows differs between captured batches and larger ones, and lengths of drafts are one
+# of several rows.
+@triton.jit(
+    do_not_specialize=["selected_stride"],
+    do_not_specialize_on_alignment=["req_pool_indices", "seq_lens"],
+)
 def _snapshot_kernel(
     req_to_token: tl.tensor,
     req_pool_indices: tl.tensor,

@@ -73,12 +73,13 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
     step = TritonPagedDecode(budgets, table, shape)
 
     def decode(batch: int) -> None:
-        lengths = torch.ones(batch, dtype=torch.int64)
+        # At any address, as one of several rows.
+        lengths = torch.ones(2, batch, dtype=torch.int64)[1]
         step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
-        q = torch.zeros(batch, 2 * kv_heads, DIM, dtype=torch.bfloat16)
-        new = NewTokens(pool[:1].expand(batch, -1, -1), pool[:1].expand(batch, -1, -1), lengths)
-        step.decode(q, pool, pool, landmarks, 0, 1.0, new_tokens=new)
-        step.decode(q, pool, pool, None, 1, 1.0)
+        qkv = torch.zeros(batch, 4 * kv_heads, DIM, dtype=torch.bfloat16)
+        q, *new = qkv.split([2 * kv_heads, kv_heads, kv_heads], dim=1)
+        step.decode(q, pool, pool, None, 0, 1.0)
+        step.decode(q, pool, pool, landmarks, 1, 1.0, new_tokens=NewTokens(*new, lengths))
 
     step.compile_prefill({0: pool}, {0: landmarks})
     step.reserve(max(BATCHES))
