@@ -221,7 +221,9 @@ def _merge_kernel(
     tl.store(at, merged.to(out.dtype.element_ty), mask=columns < D)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(
+    do_not_specialize=["splits"], do_not_specialize_on_alignment=["seq_lens", "num_selected"]
+)
 def _decode_kernel(
     q: tl.tensor,
     k_buffer: tl.tensor,
@@ -280,7 +282,8 @@ def _decode_kernel(
             loaded = tl.load(sinks + head * GROUP + member, mask=mine, other=float("-inf"))
             sink = loaded.to(tl.float32) * 1.4426950408889634  # log2(e)
         if AFTER_SELECT:
-            # Everything read up to here was written before the selection kernel started.
+            # The selection kernel starts this one after its own wait, so all that was read up to
+            # here was written before.
             gdc_wait()
         if BEFORE_MERGE:
             # The merge starts up while this kernel runs, and waits for its end.
@@ -343,7 +346,7 @@ def sparse_decode(
         seq_lens: int32 or int64.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
         after_select: the launch before this one is `select_pages` with `dependents`, which wrote
-            page_ids; this one may start before it ends.
+            page_ids and new tokens; this one may start before it ends.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]

@@ -1,4 +1,5 @@
-"""Score every page of a request by its landmark and keep the best: one launch a layer."""
+"""Store the new token of a request, score all pages by their landmarks and keep the best: one
+launch a layer."""
 
 from typing import NamedTuple
 
@@ -148,8 +149,12 @@ def _score_pages(
         tl.store(keys + index, order_keys(score), mask=inside)
 
 
-# `splits` differs by batch size. If it were a constant, a kernel would be compiled for each value.
-@triton.jit(do_not_specialize=["splits"])
+# `splits` differs by batch size, the alignment of the others by batch size and layer. If they were
+# constants, a kernel would be compiled for each value.
+@triton.jit(
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=["new_slots", "seq_lens", "num_selected"],
+)
 def _select_kernel(
     q: tl.tensor,
     k_buffer: tl.tensor,
@@ -191,7 +196,8 @@ def _select_kernel(
     EARLY: tl.constexpr,
     DEPENDENTS: tl.constexpr,
 ) -> None:
-    """Program (row · HEADS + head, split) scores its share; the last split to finish selects.
+    """Program (row · HEADS + head, split) scores its share; the first split stores the new token,
+    the last one to finish selects.
     PAIRS: number of rotary pairs that the int4 landmarks in `landmarks` and `scales` keep, listed
     in `pairs`; 0 where `landmarks` are means of whole pages."""
     pair = tl.program_id(0)
@@ -231,6 +237,9 @@ def _select_kernel(
     selected = page_ids + pair.to(tl.int64) * width
     row_keys = keys + pair.to(tl.int64) * keys_stride
     if STORE:
+        # Slot 0 is for padding, whose rows may hold NaN. Attention kernels may read it in masked
+        # lanes and multiply it by 0, so it stays as it is, as in SGLang from 0.5.20 on.
+        stores &= slot != 0
         tl.store(k_buffer + slot * HEADS * D + at, new_key, mask=stores)
         tl.store(v_buffer + slot * HEADS * D + at, new_value, mask=stores)
     if UPDATE_LANDMARK:
@@ -343,7 +352,8 @@ def select_pages(
             sink_pages + recent_pages.
         page_ids: [bs, Hkv, K] int32, contiguous, K at least the largest count; entries past a
             row's count are left as they are.
-        new_tokens: written to the buffers first; None if they are in them already.
+        new_tokens: written to the buffers first, except to slot 0, which is for padding; None if
+            they are in them already.
         recent_pages: at least 1: the page being written is never scored.
         dependents: the next launch of the stream is `sparse_decode` with `after_select`.
     """
@@ -351,7 +361,8 @@ def select_pages(
     num_kv_heads = k_buffer.shape[1]
     group, rows = num_q_heads // num_kv_heads, batch * num_kv_heads
     max_pages = page_table.shape[1]
-    assert_dense(k_buffer, v_buffer, page_ids, *landmarks)
+    new = new_tokens or NewTokens(k_buffer, v_buffer, seq_lens)
+    assert_dense(k_buffer, v_buffer, page_ids, new.slots, *landmarks)
     assert q.stride(1) == head_dim and num_q_heads == group * num_kv_heads and recent_pages > 0
     assert max_pages <= min(MAX_PAGES, scratch.keys.shape[1]) and rows <= len(scratch.arrivals)
     pairs = 0
@@ -360,7 +371,6 @@ def select_pages(
         count, pairs = landmarks.codes.shape[2:]
     else:
         stored, count = (landmarks.means,) * 3, 1
-    new = new_tokens or NewTokens(k_buffer, v_buffer, seq_lens)
     assert new.keys.stride()[1:] == new.values.stride()[1:] == (head_dim, 1)
     assert new.keys.dtype == k_buffer.dtype and new.values.dtype == v_buffer.dtype
     early = dependent_launch(q.device)

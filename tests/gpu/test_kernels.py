@@ -25,7 +25,7 @@ from step_cases import StepCase
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernel_limits import HEAD_DIMS
-from sparrow_sglang.attention_backends.kernels import landmark
+from sparrow_sglang.attention_backends.kernels import landmark, select
 from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.select import SelectLaunch, allocate_select_scratch
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
@@ -63,10 +63,8 @@ def test_a_step_equals_the_contract(device: str, seed: int) -> None:
 def filled(landmarks: Landmarks, value: int) -> Landmarks:
     if isinstance(landmarks, Int4Landmarks):
         codes, scales, pairs = landmarks
-        return Int4Landmarks(
-            torch.full_like(codes, value), torch.full_like(scales, float(value)), pairs
-        )
-    return MeanLandmarks(torch.full_like(landmarks.means, float(value)))
+        return Int4Landmarks(torch.full_like(codes, value), torch.full_like(scales, value), pairs)
+    return MeanLandmarks(torch.full_like(landmarks.means, value))
 
 
 def prefill(step: Step, landmarks: Landmarks) -> None:
@@ -201,10 +199,7 @@ def test_the_threshold_of_scores_that_are_not_normal(device: str, scores: torch.
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("page_size", "head_dim", "dtype"),
-    [(64, 128, FP16), (16, 96, BF16)],
-)
+@pytest.mark.parametrize(("page_size", "head_dim", "dtype"), [(64, 128, FP16), (16, 96, BF16)])
 def test_the_page_just_filled_gets_its_landmark(
     device: str, page_size: int, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -225,23 +220,28 @@ def test_the_page_just_filled_gets_its_landmark(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_and_repeats_change_nothing(device: str) -> None:
-    """Padded rows (length 1, page table 0) and a second launch on the same scratch."""
+    """Padded rows (length 1, page table 0, slot 0) and a second launch on the same scratch."""
     alone = Step(device, [700, 333])
     padded = Step(device, [700, 333])
     padded.lengths, padded.pages = [700, 333, 1, 1], [*alone.pages, 1, 1]
     padded.seq_lens = torch.tensor(padded.lengths, dtype=torch.int32, device=device)
-    padded.page_table = torch.cat([alone.page_table, torch.zeros_like(alone.page_table)])
+    table = alone.page_table
+    padded.page_table = torch.cat([table, torch.zeros_like(table)])
     padded.q = torch.cat([alone.q, torch.randn_like(alone.q)])
-    scratch = allocate_select_scratch(4, 2, alone.page_table.shape[1], alone.q.device)
+    slots = torch.tensor([table[0, 43] * 16 + 11, table[1, 20] * 16 + 12, 0, 0], device=device)
+    new = select.NewTokens(alone.k[slots], alone.v[slots], slots)
+    padded.k[slots], padded.v[slots] = 0, 0
+    scratch = allocate_select_scratch(4, 2, table.shape[1], alone.q.device)
     launch, wide = SelectLaunch(2, 8), DecodeLaunch(3, 32)
     ids, counts = alone.select(9, 9, launch, scratch)
     out = alone.decode(ids, counts, wide)
     for _ in range(2):
-        padded_ids, padded_counts = padded.select(9, 9, launch, scratch)
+        padded_ids, padded_counts = padded.select(9, 9, launch, scratch, new_tokens=new)
         padded_out = padded.decode(padded_ids, padded_counts, wide)
         assert torch.equal(padded_ids[:2], ids) and torch.equal(padded_counts[:2], counts)
         assert torch.equal(padded_out[:2], out)
         assert padded_counts[2:].tolist() == [1, 1]
+        assert not padded.k[0].any() and not padded.v[0].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -171,6 +171,7 @@ class Step:
         launch: SelectLaunch,
         scratch: SelectScratch | None = None,
         update_landmark: bool = False,
+        new_tokens: select.NewTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Page ids [bs, Hkv, width] under a budget in pages, and how many of them count."""
         batch, heads = len(self.lengths), self.k.shape[1]
@@ -187,6 +188,7 @@ class Step:
             self.seq_lens,
             counts,
             page_ids,
+            new_tokens,
             page_size=self.page_size,
             sink_pages=SINKS,
             recent_pages=RECENTS,
@@ -198,10 +200,7 @@ class Step:
         return page_ids, counts
 
     def decode(
-        self,
-        page_ids: torch.Tensor,
-        counts: torch.Tensor,
-        launch: DecodeLaunch,
+        self, page_ids: torch.Tensor, counts: torch.Tensor, launch: DecodeLaunch
     ) -> torch.Tensor:
         batch, num_q_heads, head_dim = self.q.shape
         out = torch.full_like(self.q, torch.nan)
