@@ -18,7 +18,7 @@ MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""
 STOCK = "stock"
 """Instead of a backend's name: the one that SGLang itself chooses for model, GPU and version."""
-OWN_ARGUMENTS = ("model_path", "attention_backend", "sparrow_schedule", "speculative_algorithm")
+RESERVED = ("model_path", "attention_backend", "sparrow_schedule", "speculative_algorithm")
 """Arguments of an engine that the benchmarks set by flags of their own."""
 
 

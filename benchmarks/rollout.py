@@ -18,7 +18,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
-    OWN_ARGUMENTS,
+    RESERVED,
     STOCK,
     add_draft_options,
     add_engine_arguments,
@@ -320,7 +320,7 @@ def main(argv: Sequence[str]) -> int:
     set_acceptance_rate(options, bool(options.drafts) and options.model_path is None)
     lengths = request_lengths(options)
     model, dense_backend = _model(options), _dense_backend(options)
-    arguments = engine_arguments(options.engine_args, OWN_ARGUMENTS)
+    arguments = engine_arguments(options.engine_args, RESERVED)
     context = arguments.get("context_length") or model.config["max_position_embeddings"]
     longest = options.prompt_tokens + max(lengths)
     if longest >= context:

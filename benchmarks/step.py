@@ -20,7 +20,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
-    OWN_ARGUMENTS,
+    RESERVED,
     STOCK,
     add_draft_options,
     add_engine_arguments,
@@ -390,7 +390,7 @@ def _check(options: argparse.Namespace) -> None:
     for case in options.cases:
         batch_and_length(case)
     by_flags = ("tp_size", "ep_size", "mem_fraction_static")
-    engine_arguments(options.engine_args, (*OWN_ARGUMENTS, *by_flags))
+    engine_arguments(options.engine_args, (*RESERVED, *by_flags))
     if BACKEND not in options.backends.split(","):
         for name in ("schedules", "drafts"):
             if (given := getattr(options, name)) != _parser().get_default(name):

@@ -47,7 +47,7 @@ GIVEN_RESPONSE_ENGINE_ARGS = {
 }
 _MORE_SPARSE = "longer prompts, more --new-tokens or smaller budgets"
 # dp_size is one, as a response is compared on the engine that generated it.
-OWN_ARGUMENTS = (
+RESERVED = (
     *("model_path", "attention_backend", "page_size", "random_seed", "sparrow_schedule"),
     *("speculative_algorithm", "dp_size"),
 )

@@ -8,9 +8,9 @@ from typing import Any
 
 from sparrow_sglang.calibration.job import (
     DEFAULT_TARGET,
-    OWN_ARGUMENTS,
     PROMPTS_PER_BIN,
     PUBLISHED,
+    RESERVED,
     RULES,
     CalibrationOptions,
     Job,
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     options = CalibrationOptions(**{k: v for k, v in vars(args).items() if k in names})
     options.require_files()
     require_reachable(options.model_path, "--model-path")
-    options = replace(options, engine_args=engine_arguments(args.engine_args, OWN_ARGUMENTS))
+    options = replace(options, engine_args=engine_arguments(args.engine_args, RESERVED))
     exit_on_sigterm()
     return _check(options) if options.check else _calibrate(options)
 

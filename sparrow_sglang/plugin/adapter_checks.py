@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
-# Of the model that this scheduler serves, with its config.
-_latest: tuple[Any, Mapping[str, tuple[int, int]]] = None, {}
+# The config of the model that this scheduler serves, and its shapes.
+_cached_shapes: tuple[Any, Mapping[str, tuple[int, int]]] = None, {}
 # Projections that the model computes as one; SGLang needs factors for the first and last.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Larger factors and scales lead to NaN log-probs, which end SGLang's sampler and so the scheduler.
@@ -74,14 +74,14 @@ def check_factor(
     """The module and the side, A or B, of one of an adapter's tensors. Raises `ControlError` unless
     it is a factor of this rank, of small numbers, and of the module's shape if `shapes` has it.
     SGLang compares shapes only at the first request, where a wrong one ends the scheduler."""
-    named = FACTOR.fullmatch(name)
-    if named is None:
+    match = FACTOR.fullmatch(name)
+    if match is None:
         raise ControlError(
             f"tensors[{quoted(name)}]: expected PEFT's name of a linear module's factor, such as"
             " base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         )
     # Of experts that are kept together, the first dimension counts them.
-    dimension = -2 if named[2] == "A" else -1
+    dimension = -2 if match[2] == "A" else -1
     shape = list(tensor.shape)
     if tensor.ndim < 2 or shape[dimension] != rank or not tensor.is_floating_point():
         raise ControlError(
@@ -92,18 +92,18 @@ def check_factor(
         raise ControlError(
             f"tensors[{quoted(name)}]: expected numbers from {-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
         )
-    if named[1] in shapes:
-        rows, columns = shapes[named[1]]
-        expected = [rank, columns] if named[2] == "A" else [rows, rank]
+    if match[1] in shapes:
+        rows, columns = shapes[match[1]]
+        expected = [rank, columns] if match[2] == "A" else [rows, rank]
         if shape != expected:
             raise ControlError(f"tensors[{quoted(name)}] is {shape}: expected {expected}")
-    return named[1], named[2]
+    return match[1], match[2]
 
 
 def check_factors(
     tensors: "Mapping[str, torch.Tensor]", rank: int, shapes: Mapping[str, tuple[int, int]]
 ) -> set[str]:
-    """Check `tensors` against `module_shapes`; return the last name parts of their modules."""
+    """Check `tensors` against `module_shapes`; return the last parts of their names."""
     factors = []
     for name, tensor in tensors.items():
         factors.append(check_factor(name, tensor, rank, shapes))
@@ -140,7 +140,7 @@ def check_weights(adapter: Any) -> None:
     if not _is_ours():
         return
     names = [*adapter.embedding_layers, *(name for of in adapter.layers for name in of.weights)]
-    factors = [(named[1], named[2]) for named in map(FACTOR.fullmatch, names) if named]
+    factors = [(match[1], match[2]) for match in map(FACTOR.fullmatch, names) if match]
     _require_both(factors)
     modules = {module for module, _ in factors}
     absent = shapes_of(adapter.base_hf_config).keys() - modules
@@ -154,13 +154,13 @@ def check_weights(adapter: Any) -> None:
 
 
 def shapes_of(config: Any) -> Mapping[str, tuple[int, int]]:
-    """`module_shapes` of a scheduler's model, in a second or two; none where they cannot be had."""
-    global _latest
-    if _latest[0] is not config:
-        _latest = config, {}
+    """`module_shapes` of a scheduler's model, in a second or two; empty where that raises."""
+    global _cached_shapes
+    if _cached_shapes[0] is not config:
+        _cached_shapes = config, {}
         with suppress(ControlError):
-            _latest = config, module_shapes(config)
-    return _latest[1]
+            _cached_shapes = config, module_shapes(config)
+    return _cached_shapes[1]
 
 
 def _is_ours() -> bool:

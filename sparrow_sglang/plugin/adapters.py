@@ -71,7 +71,8 @@ async def load_adapter(
     """
     from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
-    if require_server_state(manager).lossless:
+    state = require_server_state(manager)
+    if state.lossless:
         raise ControlError("lossless decoding applies no adapter: merge it into the weights")
     if not resolved(manager.server_args).enable_lora:
         raise ControlError("LoRA is off: start the server with --enable-lora")
@@ -83,7 +84,7 @@ async def load_adapter(
         raise ControlError(
             f"name={quoted(name)}: expected 1 to 64 letters, digits, '.', '_', '/' and '-'"
         )
-    rank, state = check_config(config), require_server_state(manager)
+    rank = check_config(config)
     if state.module_shapes is None:
         hf_config = manager.model_config.hf_config
         state.module_shapes = await asyncio.to_thread(module_shapes, hf_config)
@@ -99,22 +100,21 @@ async def load_adapter(
         former = name in manager.lora_registry.get_all_adapters()
         if former:
             # SGLang refuses to load an adapter under a name that is in use.
-            gone = await manager.unload_lora_adapter(
-                UnloadLoRAAdapterReqInput(lora_name=name), None
-            )
-            if not gone.success:
-                raise ControlError(f"adapter {name!r} was not replaced: {gone.error_message}")
+            unload = UnloadLoRAAdapterReqInput(lora_name=name)
+            unloaded = await manager.unload_lora_adapter(unload, None)
+            if not unloaded.success:
+                raise ControlError(f"adapter {name!r} was not replaced: {unloaded.error_message}")
         # SGLang keeps the tensors, and the next optimizer step would change them in place.
-        whole = _completed(tensors, shapes)
-        payload = {key: tensor.detach().clone() for key, tensor in whole.items()}
+        completed = _completed(tensors, shapes)
+        payload = {key: tensor.detach().clone() for key, tensor in completed.items()}
         # SGLang fails without the type, which PEFT always writes.
         fields = {"peft_type": "LORA", **config}
         request = adapter_request(name, fields, payload, manager.server_args.tp_size)
         loaded = await manager.load_lora_adapter_from_tensors(request, None)
         if not loaded.success:
-            kept = "; the former one is unloaded" if former else ""
+            lost = "; the former one is unloaded" if former else ""
             raise ControlError(
-                f"SGLang did not take adapter {name!r}{kept}: {loaded.error_message}"
+                f"SGLang did not take adapter {name!r}{lost}: {loaded.error_message}"
             )
 
 
@@ -137,15 +137,15 @@ def _completed(
     tensors: "Mapping[str, torch.Tensor]", shapes: Mapping[str, tuple[int, int]]
 ) -> "dict[str, torch.Tensor]":
     """`tensors`, plus zero factors for projections without any, if fused with one that has them."""
-    whole = dict(tensors)
+    completed = dict(tensors)
     for key, tensor in tensors.items():
-        named = FACTOR.fullmatch(key)
-        assert named is not None, "the names have been checked"
-        parent, _, last = named[1].rpartition(".")
+        match = FACTOR.fullmatch(key)
+        assert match is not None, "the names have been checked"
+        parent, _, last = match[1].rpartition(".")
         for other in (name for group in FUSED if last in group for name in group):
             module = f"{parent}.{other}"
             sibling = key.replace(f".{last}.", f".{other}.")
-            if module in shapes and sibling not in whole:
-                rows = tensor.shape[0] if named[2] == "A" else shapes[module][0]
-                whole[sibling] = tensor.new_zeros(rows, tensor.shape[1])
-    return whole
+            if module in shapes and sibling not in completed:
+                rows = tensor.shape[0] if match[2] == "A" else shapes[module][0]
+                completed[sibling] = tensor.new_zeros(rows, tensor.shape[1])
+    return completed

@@ -72,7 +72,7 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
         add_routes(http_server.app)
 
 
-async def measured(manager: "TokenizerManager") -> None:
+async def measure_once(manager: "TokenizerManager") -> None:
     """Before the first request, have short sequences decode densely where that is faster. With
     lossless decoding, have rounds draft as many tokens as pay. Data-parallel replicas take the
     largest length that one of them has measured."""
@@ -81,15 +81,15 @@ async def measured(manager: "TokenizerManager") -> None:
         if not state.measures_dense or state.released:
             return
         state.measuring = asyncio.ensure_future(_measure_all(manager))
-    # The request that began it may be cancelled.
+    # The request that started it may be cancelled.
     await asyncio.shield(state.measuring)
 
 
 async def _measure_all(manager: "TokenizerManager") -> None:
     state = require_server_state(manager)
     try:
-        held = await call_schedulers(manager, _MEASURE, {})
-        tokens = max(answer["tokens"] for answer in held.values())
+        by_rank = await call_schedulers(manager, _MEASURE, {})
+        tokens = max(answer["tokens"] for answer in by_rank.values())
         if tokens:
             new = state.schedule.dense_below(tokens)
             await _switch_all(manager, state.schedule, new)
@@ -116,11 +116,11 @@ async def schedule(
     schedule: Mapping[str, Any] | str | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """Read the active schedule, or make another one active, while no request runs.
+    """Return the active schedule, or switch to another one while no request runs.
 
     Args:
         schedule: the fields of a `BudgetSchedule`, the name of a shipped one or of the server's
-            first, fixed-<tokens>, or "dense"; None to read only.
+            first, fixed-<tokens>, or "dense"; None only returns the active one.
         timeout_s: how long to wait for the running requests, while new ones wait; None for ever.
 
     Returns:
@@ -134,7 +134,7 @@ async def schedule(
         RanksDisagreeError: the schedulers hold different schedules.
     """
     state, hf_config = require_server_state(manager), manager.model_config.hf_config
-    await measured(manager)
+    await measure_once(manager)
     previous = state.schedule
     if schedule is None:
         await _require_agreement(manager, previous)
@@ -146,7 +146,7 @@ async def schedule(
         new = new.dense_below(state.dense_tokens)
     new.require_switch_from(state.first)
     async with idle(manager, "a switch of the schedule", timeout_s):
-        # Another switch may have preceded.
+        # Another switch may have come first.
         previous = state.schedule
         await _switch_all(manager, previous, new)
         state.switch(new)
@@ -173,8 +173,8 @@ async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dic
     """
     require_seconds(timeout_s)
     async with drained(manager, "a check of landmarks", timeout_s):
-        held = await call_schedulers(manager, _CHECK, {})
-    return {"pages": sum(answer["pages"] for answer in held.values())}
+        by_rank = await call_schedulers(manager, _CHECK, {})
+    return {"pages": sum(answer["pages"] for answer in by_rank.values())}
 
 
 async def _switch_all(
@@ -199,9 +199,9 @@ async def _require_agreement(
     manager: "TokenizerManager", expected: BudgetSchedule, load: bool = False
 ) -> None:
     """Raise `RanksDisagreeError` unless every scheduler holds `expected`, once it is to `load`."""
-    held = await call_schedulers(manager, _CALL, _fields(expected) if load else {})
-    if any(answer != _fields(expected) for answer in held.values()):
-        ranks = [f"{rank}: {answer['name']}" for rank, answer in sorted(held.items())]
+    by_rank = await call_schedulers(manager, _CALL, _fields(expected) if load else {})
+    if any(answer != _fields(expected) for answer in by_rank.values()):
+        ranks = [f"{rank}: {answer['name']}" for rank, answer in sorted(by_rank.items())]
         raise RanksDisagreeError(
             f"ranks hold different schedules ({'; '.join(ranks)}): expected {expected.name}; set a"
             " schedule again, or restart the server"
@@ -264,7 +264,7 @@ def _schedule(schedule: Any, state: ServerState, hf_config: Any) -> BudgetSchedu
 
 
 async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None) -> dict[str, Any]:
-    """Start measuring with landmarks of `landmark_tokens`; if None, end it and return the sums.
+    """Start measuring with landmarks of `landmark_tokens`; None ends it and returns the sums.
 
     Returns:
         `layers`: rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`;

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _ROWS = 256
 
-Place = tuple[int, int]
+Recording = tuple[int, int]
 """Slot, and the number of prompt tokens before the response."""
 
 logger = logging.getLogger("sparrow_sglang")
@@ -57,17 +57,17 @@ def record_bytes(server_args: "ServerArgs", model_config: "ModelConfig") -> int:
     return slots * steps * model_config.hidden_size * model_config.dtype.itemsize
 
 
-def remember_places(state: SchedulerState, batch: "ScheduleBatch") -> None:
+def assign_recordings(state: SchedulerState, batch: "ScheduleBatch") -> None:
     """Note which slots the requests of a prefill record into or are compared with."""
     model = batch.model_config
     with _guarded(state):
-        _the_record(model.hidden_size, model.dtype).assign(
+        _step_record(model.hidden_size, model.dtype).assign(
             [kv_of(req).req_pool_idx for req in batch.reqs],
-            [_place(req, RECORD) for req in batch.reqs],
+            [_recording(req, RECORD) for req in batch.reqs],
             [len(req.output_ids) for req in batch.reqs],
         )
         # Not kept on `forward_batch`, as the pass is run with a copy of that.
-        state.compared = [_place(req, COMPARE) for req in batch.reqs]
+        state.compared = [_recording(req, COMPARE) for req in batch.reqs]
 
 
 def keep_or_compare(
@@ -86,7 +86,7 @@ def keep_or_compare(
     state = PROCESS.scheduler
     if state is not None and state.record is not None and batch.forward_mode.is_decode():
         with _guarded(state):
-            record = _the_record(hidden_states.shape[1], hidden_states.dtype)
+            record = _step_record(hidden_states.shape[1], hidden_states.dtype)
             record.keep(hidden_states, batch.req_pool_indices, batch.seq_lens)
     output = original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
     if state is not None and batch.forward_mode.is_extend() and any(state.compared):
@@ -97,7 +97,7 @@ def keep_or_compare(
 
 
 def _rates(
-    places: Sequence[Place | None],
+    recordings: Sequence[Recording | None],
     processor: "LogitsProcessor",
     hidden_states: "torch.Tensor",
     lm_head: Any,
@@ -110,13 +110,13 @@ def _rates(
     def logits(states: "torch.Tensor") -> "torch.Tensor":
         return logits_of(processor, states, lm_head, metadata)
 
-    record = _the_record(hidden_states.shape[1], hidden_states.dtype)
+    record = _step_record(hidden_states.shape[1], hidden_states.dtype)
     rates: list[list[float | None] | None] = []
     start = 0
     lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
-    for place, (prefix, count) in zip(places, lengths, strict=True):
+    for recording, (prefix, count) in zip(recordings, lengths, strict=True):
         part = hidden_states[start : start + count]
-        rates.append(record.compare(part, prefix, place, logits) if place else None)
+        rates.append(record.compare(part, prefix, recording, logits) if recording else None)
         start += count
     return rates
 
@@ -134,22 +134,22 @@ def _guarded(state: SchedulerState) -> Iterator[None]:
 
 
 @functools.cache
-def _the_record(hidden_size: int, dtype: Any) -> "StepRecord":
+def _step_record(hidden_size: int, dtype: Any) -> "StepRecord":
     state = require_scheduler_state()
     assert state.record is not None
     caps = state.budgets.tensors.caps
     return StepRecord(*state.record, len(caps), hidden_size, dtype, caps.device)
 
 
-def _place(request: Any, key: str) -> Place | None:
-    """The place that a request gives under `key`; None if it gives none that this server has."""
-    given = (request.sampling_params.custom_params or {}).get(key)
-    if not isinstance(given, (list, tuple)) or [type(number) for number in given] != [int, int]:
+def _recording(request: Any, key: str) -> Recording | None:
+    """The recording that a request names under `key`; None if this server has no such slot."""
+    value = (request.sampling_params.custom_params or {}).get(key)
+    if not isinstance(value, (list, tuple)) or [type(number) for number in value] != [int, int]:
         return None
-    slot, prompt = given
+    slot, prompt = value
     slots, _ = require_scheduler_state().record or (0, 0)
-    inside = 0 <= slot < slots and 0 < prompt <= len(request.origin_input_ids)
-    return (slot, prompt) if inside else None
+    exists = 0 <= slot < slots and 0 < prompt <= len(request.origin_input_ids)
+    return (slot, prompt) if exists else None
 
 
 class StepRecord:
@@ -173,30 +173,30 @@ class StepRecord:
             self._rates = torch.zeros(slots, steps, device=device)
             # A row's cached tokens plus the first number are the index of its state, between the
             # others.
-            self._places = torch.full((rows, 3), self._nowhere, device=device)
+            self._spans = torch.full((rows, 3), self._nowhere, device=device)
 
     def assign(
-        self, rows: Sequence[int], places: Sequence[Place | None], sampled: Sequence[int]
+        self, rows: Sequence[int], recordings: Sequence[Recording | None], sampled: Sequence[int]
     ) -> None:
-        """Set the slots that the requests in these rows of the token table record into. A place of
-        None means that a request records nowhere. The requests are about to be prefilled; `sampled`
-        are their numbers of response tokens so far, 0 unless retracted."""
+        """Set the slots that the requests in these rows of the token table record into; with None a
+        request records nothing. The requests are about to be prefilled; `sampled` are their numbers
+        of response tokens so far, 0 unless retracted."""
         import torch
 
         values = [[self._nowhere] * 3 for _ in rows]
-        for row, (place, step) in enumerate(zip(places, sampled, strict=True)):
-            if place is not None:
-                slot, prompt = place
+        for row, (recording, step) in enumerate(zip(recordings, sampled, strict=True)):
+            if recording is not None:
+                slot, prompt = recording
                 start, end = slot * self._stride, slot * self._stride + self._steps
                 values[row] = [start - prompt, start, end]
                 self._recorded[start + min(step, self._steps) : end] = False
-        index = torch.tensor(rows, device=self._places.device)
-        self._places[index] = torch.tensor(values, device=self._places.device)
+        index = torch.tensor(rows, device=self._spans.device)
+        self._spans[index] = torch.tensor(values, device=self._spans.device)
 
     def keep(self, hidden: "torch.Tensor", rows: "torch.Tensor", lengths: "torch.Tensor") -> None:
         """Record a decode step: hidden states [B, H] of requests with cached `lengths` [B]. All
         addresses are fixed, so that it can be part of a CUDA graph: five small kernels."""
-        offset, first, last = self._places.index_select(0, rows).unbind(-1)
+        offset, first, last = self._spans.index_select(0, rows).unbind(-1)
         # Graphs pad with lengths below that of any prompt. No state at `first` is compared.
         index = (offset + lengths).clamp(first, last)
         self._states.index_copy_(0, index, hidden[: len(index)])
@@ -206,7 +206,7 @@ class StepRecord:
         self,
         hidden: "torch.Tensor",
         prefix: int,
-        place: Place,
+        recording: Recording,
         logits: "Callable[[torch.Tensor], torch.Tensor]",
     ) -> list[float | None]:
         """Rates of response tokens 1 to T - 1 of one request, from its dense hidden states.
@@ -214,7 +214,7 @@ class StepRecord:
         rate is None, as JSON has no NaN, where no decode step was recorded."""
         import torch
 
-        slot, prompt = place
+        slot, prompt = recording
         end = prefix + len(hidden)
         last = min(end, prompt + self._steps - 1)
         for start in range(max(prefix, prompt), last, _ROWS):
@@ -223,10 +223,10 @@ class StepRecord:
             # with p + 1 cached tokens.
             step = start + 1 - prompt
             first = slot * self._stride + step
-            kept = slice(first, first + stop - start)
+            states = slice(first, first + stop - start)
             dense = hidden[start - prefix : stop - prefix]
-            found = acceptance_rate(logits(self._states[kept]), logits(dense))
-            found.masked_fill_(~self._recorded[kept], torch.nan)
-            self._rates[slot, step : step + len(found)] = found
+            part = acceptance_rate(logits(self._states[states]), logits(dense))
+            part.masked_fill_(~self._recorded[states], torch.nan)
+            self._rates[slot, step : step + len(part)] = part
         rates = self._rates[slot, 1 : max(1, end - prompt)].tolist()
         return [None if isnan(rate) else rate for rate in rates]

@@ -57,7 +57,7 @@ _LINEAR_MODELS = (
 )
 
 
-class _Rule(NamedTuple):
+class _Refusal(NamedTuple):
     field: str
     refused: Callable[[Any], bool]
     why: str
@@ -87,54 +87,54 @@ _FLAGS = {
     _NO_CHECKS: ("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar"),
     _NOT_SHOWN: ("radix_cache_backend", "enable_linear_replayssm", "enable_int8_mamba_checkpoint"),
 }
-_RULES = (
-    *(_Rule(field, bool, why) for why, fields in _FLAGS.items() for field in fields),
+_REFUSALS = (
+    *(_Refusal(field, bool, why) for why, fields in _FLAGS.items() for field in fields),
     *(
-        _Rule(field, lambda size: size is not None and size < 1, "expected 1 or more", "1")
+        _Refusal(field, lambda size: size is not None and size < 1, "expected 1 or more", "1")
         for field in ("tp_size", "dp_size", "pp_size", "ep_size", "max_running_requests")
     ),
-    _Rule(
+    _Refusal(
         "page_size",
         lambda size: size is not None and size not in PAGE_SIZES,
         f"expected one of {PAGE_SIZES}",
         "16",
     ),
-    _Rule(
+    _Refusal(
         "speculative_algorithm",
         lambda name: name is not None and name.upper() != LOSSLESS,
         "verification decodes several tokens at once, densely",
         LOSSLESS,
     ),
-    _Rule(
+    _Refusal(
         "disaggregation_mode",
         lambda mode: mode != "null",
         f"prefill-decode disaggregation: {_PAST_THE_BACKEND}",
     ),
-    _Rule(
+    _Refusal(
         "mamba_radix_cache_strategy",
         lambda strategy: strategy == "extra_buffer_lazy",
         f"states of linear attention that are kept late: {_NOT_SHOWN}",
         "auto",
     ),
-    _Rule("moe_a2a_backend", lambda backend: backend == "pplx", _DECODE_AS_PREFILL, "another"),
-    _Rule(
+    _Refusal("moe_a2a_backend", lambda backend: backend == "pplx", _DECODE_AS_PREFILL, "another"),
+    _Refusal(
         "tokenizer_worker_num",
         lambda workers: workers > 1,
         f"SGLang's tokenizer workers load no plugins: {_NO_CHECKS}",
         "1",
     ),
-    _Rule("sparrow_audit_rate", lambda rate: not 0 <= rate <= 1, "expected 0 to 1", "0.01"),
-    _Rule(
+    _Refusal("sparrow_audit_rate", lambda rate: not 0 <= rate <= 1, "expected 0 to 1", "0.01"),
+    _Refusal(
         "model_impl",
         lambda value: value == "transformers",
         "its attention layers cannot be checked, and some lose windows or sinks",
         "sglang",
     ),
     *(
-        _Rule(field, lambda size: size > 1, "KV is split by position", "1")
+        _Refusal(field, lambda size: size > 1, "KV is split by position", "1")
         for field in ("dcp_size", "attn_cp_size")
     ),
-    _Rule(
+    _Refusal(
         "kv_cache_dtype",
         lambda dtype: dtype not in ("auto", "bf16", "bfloat16", "fp8_e4m3"),
         "the kernels read KV in 16 bits or in FP8 e4m3 with one scale per layer",
@@ -173,18 +173,18 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             f"prefill attention backend {prefill!r}, decode attention backend {decode!r}: prefill"
             f" writes the landmarks that decode reads; pass only --attention-backend {BACKEND}"
         )
-    for rule in _RULES:
-        if not hasattr(server_args, rule.field):
+    for refusal in _REFUSALS:
+        if not hasattr(server_args, refusal.field):
             # This version has no such feature.
             continue
         # 0.5.15 gives every server this port, and opens it only with SGLANG_ENABLE_GRPC.
-        if rule.field == "grpc_port" and not getattr(server_args, "enable_grpc", True):
+        if refusal.field == "grpc_port" and not getattr(server_args, "enable_grpc", True):
             continue
-        value = getattr(server_args, rule.field)
-        if rule.refused(value):
-            flag = f"--{rule.field.replace('_', '-')}"
-            fix = f"pass {flag} {rule.allowed}" if rule.allowed else f"remove {flag}"
-            problems.append(f"{rule.field}={value!r}: {rule.why}; {fix}")
+        value = getattr(server_args, refusal.field)
+        if refusal.refused(value):
+            flag = f"--{refusal.field.replace('_', '-')}"
+            fix = f"pass {flag} {refusal.allowed}" if refusal.allowed else f"remove {flag}"
+            problems.append(f"{refusal.field}={value!r}: {refusal.why}; {fix}")
     problems += lossless_argument_problems(server_args)
     log = server_args.sparrow_audit_log
     if log is not None and not server_args.sparrow_audit_rate:
@@ -353,9 +353,9 @@ def device_problems(
     if view.device == "cuda":
         kernels = kernel_problems(view, model_config) + rule_problems(schedule)
         return lossless + kernels + dense_problems(view, model_config)
-    if (asked := getattr(view, DENSE_FIELD)) is None:
+    if (name := getattr(view, DENSE_FIELD)) is None:
         return lossless
-    return lossless + [f"{DENSE_FIELD}={asked!r}: it is for a GPU; on {view.device} leave it out"]
+    return lossless + [f"{DENSE_FIELD}={name!r}: it is for a GPU; on {view.device} leave it out"]
 
 
 def runner_problems(runner: "ModelRunner") -> list[str]:

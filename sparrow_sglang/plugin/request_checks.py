@@ -1,4 +1,4 @@
-"""What a tokenised request must be like before it leaves the launching process. SGLang's schedulers
+"""Validation of a tokenised request before it leaves the launching process. SGLang's schedulers
 trust what they receive: a field of another type, or a number out of range, ends the scheduler, and
 with it all requests. So each field is compared here with the type that SGLang's own class gives it,
 and with a range. Fields that would keep a process busy for seconds are bounded."""
@@ -76,9 +76,9 @@ def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
 
 def require_samples(request: Any) -> None:
     """Raise `RequestError` unless each `n` is 1 to MAX_SAMPLES, and all within MAX_REQUESTS."""
-    given = getattr(request, "sampling_params", None)
+    sampling = getattr(request, "sampling_params", None)
     samples = 1
-    for parameters in given if isinstance(given, list) else [given]:
+    for parameters in sampling if isinstance(sampling, list) else [sampling]:
         n = parameters.get("n") if isinstance(parameters, dict) else None
         if n is None:
             continue
@@ -171,10 +171,10 @@ def _is_slow(parts: Any, repeats: int, follows: bool) -> tuple[bool, bool]:
             inner, follows = _is_slow(body, repeats, follows)
             slow |= inner
         elif name in ("BRANCH", "GROUPREF_EXISTS"):
-            bodies = argument[1] if name == "BRANCH" else [one for one in argument[1:] if one]
-            found = [_is_slow(body, repeats, follows) for body in bodies]
-            slow |= repeats >= _MANY or any(inner for inner, _ in found)
-            follows = any(open_end for _, open_end in found)
+            bodies = argument[1] if name == "BRANCH" else [body for body in argument[1:] if body]
+            branches = [_is_slow(body, repeats, follows) for body in bodies]
+            slow |= repeats >= _MANY or any(inner for inner, _ in branches)
+            follows = any(open_end for _, open_end in branches)
         elif name.startswith("ASSERT"):
             slow |= _is_slow(argument[1], repeats, False)[0]
         elif name != "AT":
@@ -251,10 +251,10 @@ def _require_range(name: str, value: Any, limits: _Range) -> None:
         return
     wrong = np.argwhere(~((numbers >= least) & (numbers <= most)))
     if len(wrong):
-        place = "".join(f"[{index if keys is None else repr(keys[index])}]" for index in wrong[0])
-        found = numbers[tuple(wrong[0])]
+        where = "".join(f"[{index if keys is None else repr(keys[index])}]" for index in wrong[0])
+        first = numbers[tuple(wrong[0])]
         raise RequestError(
-            f"{_shown(name)}{place}={quoted(found.item() if hasattr(found, 'item') else found)}:"
+            f"{_shown(name)}{where}={quoted(first.item() if hasattr(first, 'item') else first)}:"
             f" expected {what} from {_number(least)} to {_number(most)}"
         )
 

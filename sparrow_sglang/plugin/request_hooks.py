@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RATES
-from sparrow_sglang.plugin.control import measured
+from sparrow_sglang.plugin.control import measure_once
 from sparrow_sglang.plugin.lossless.refusals import require_lossless
 from sparrow_sglang.plugin.request_checks import (
     UNREADABLE,
@@ -52,7 +52,7 @@ def wrap_generate_request(
 
 
 def check_request(
-    request: Any, manager: "TokenizerManager", given: Any, *args: Any, **kw: Any
+    request: Any, manager: "TokenizerManager", original: Any, *args: Any, **kw: Any
 ) -> None:
     """AFTER hook: refuse a request that this server cannot serve, and store its option. The option
     stays valid, as the schedule cannot be switched until the request is finished. Every part of a
@@ -60,7 +60,7 @@ def check_request(
     state = server_state(manager)
     if state is None:
         return
-    request_state(given).option = RequestOption.read(
+    request_state(original).option = RequestOption.read(
         request.sampling_params.custom_params, state.schedule
     )
     if state.released:
@@ -76,15 +76,15 @@ def check_request(
             " an update"
         )
     state.has_prefixes = True
-    if getattr(request, "lora_id", None) is not None and not given.lora_path:
+    if getattr(request, "lora_id", None) is not None and not original.lora_path:
         raise RequestError(
             f"lora_id={quoted(request.lora_id)}: expected an adapter's name in lora_path instead"
         )
-    # An embedding request, which this server refuses for its own reasons, has no such fields.
+    # An embedding request has no such fields; SGLang rejects it later.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size, manager.context_len)
         if state.lossless:
-            require_lossless(request, request_state(given).option)
+            require_lossless(request, request_state(original).option)
 
 
 def report_in_response(
@@ -113,7 +113,7 @@ async def _wrapped_answers(
     begun = False
     # Closing this generator must close SGLang's, which holds locks and request states.
     async with aclosing(answers):
-        await measured(manager)
+        await measure_once(manager)
         try:
             require_samples(request)
             async for answer in answers:
@@ -135,8 +135,8 @@ async def _wrapped_answers(
 
 
 def _report(answer: Any, request: Any) -> None:
-    """Write the usage into the last answer of each part of `request` that asked for it."""
-    for place, output in enumerate(answer if isinstance(answer, list) else [answer]):
+    """Write the usage into the last answer of each part of `request` that requested it."""
+    for position, output in enumerate(answer if isinstance(answer, list) else [answer]):
         meta = output["meta_info"]
         if RATES in meta and all(rates is None for rates in meta[RATES]):
             # An entry for another request's rates, which shared a batch with this one.
@@ -144,7 +144,7 @@ def _report(answer: Any, request: Any) -> None:
         # A stream has an answer per token.
         if meta.get("finish_reason") is None:
             continue
-        index = output.get("index", place)
+        index = output.get("index", position)
         samples = getattr(request, "parallel_sample_num", 1)
         part = request if request.is_single else request[index // samples]
         option = request_state(part).option
@@ -188,5 +188,5 @@ def _show(manager: "TokenizerManager", show: Callable[["Auditor"], None]) -> Non
         try:
             show(auditor)
         except Exception as error:
-            # It would end the loop in which SGLang reads all answers.
+            # An exception would end the loop in which SGLang reads all answers.
             auditor.switch_off(error)

@@ -34,7 +34,7 @@ _CHECKED: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/v1/score")),
 }
 """Routes of requests, and where their bodies hold our option."""
-_PLACES = ((), ("sampling_params",), ("extra_body",), ("extra_body", "custom_params"), _OPENAI)
+_LOCATIONS = ((), ("sampling_params",), ("extra_body",), ("extra_body", "custom_params"), _OPENAI)
 _ERROR_EVENT = b'data: {"error":'
 
 
@@ -66,28 +66,28 @@ def with_checks(app: AsgiApp, path: str) -> AsgiApp:
     stream that begins with an error becomes a response with the error's status, as SGLang checks
     some requests only after it has sent the status 200."""
 
-    async def answer(scope: Message, receive: Receive, send: Send) -> None:
-        held: list[Message] = []
-        while not held or held[-1].get("more_body"):
-            held.append(await receive())
-        content = b"".join(message.get("body", b"") for message in held)
+    async def checked_app(scope: Message, receive: Receive, send: Send) -> None:
+        messages: list[Message] = []
+        while not messages or messages[-1].get("more_body"):
+            messages.append(await receive())
+        content = b"".join(message.get("body", b"") for message in messages)
         if problem := misplaced_option(content, path):
             await _send_error({"message": problem}, scope, receive, send)
             return
 
-        async def received() -> Message:
-            return held.pop(0) if held else await receive()
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
 
         checked = _CheckedSend(scope, receive, send)
         try:
-            await app(scope, received, checked)
+            await app(scope, replay, checked)
         except ValueError as error:
             # Ollama's routes do not turn SGLang's refusals into responses.
             if checked.has_begun:
                 raise
             await _send_error({"message": str(error)}, scope, receive, send)
 
-    return answer
+    return checked_app
 
 
 class _CheckedSend:
@@ -150,22 +150,22 @@ async def _send_error(error: dict[str, Any], scope: Message, receive: Receive, s
 
 
 def misplaced_option(content: bytes, path: str) -> str | None:
-    """An error message if an option of ours is in a place where nobody reads it, else None."""
+    """An error message if an option of ours is in a field that nothing reads, else None."""
     if b'"sparrow"' not in content:
         return None
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    right = _CHECKED[path]
-    for place in _PLACES:
+    expected = _CHECKED[path]
+    for location in _LOCATIONS:
         value = body
-        for key in place:
+        for key in location:
             value = value.get(key) if isinstance(value, dict) else None
-        if place != right and isinstance(value, dict) and "sparrow" in value:
-            where = f" in {'.'.join(place)}" if place else ""
-            expected = ".".join(right or _OPENAI) + ("" if right else " of /v1/chat/completions")
-            return f'"sparrow"{where} has no effect: expected it in {expected}'
+        if location != expected and isinstance(value, dict) and "sparrow" in value:
+            where = f" in {'.'.join(location)}" if location else ""
+            field, route = expected or _OPENAI, "" if expected else " of /v1/chat/completions"
+            return f'"sparrow"{where} has no effect: expected it in {".".join(field)}{route}'
     return None
 
 
@@ -183,7 +183,7 @@ async def _handle(name: str, request: "Request") -> "Response":
         status = HTTPStatus.INTERNAL_SERVER_ERROR if fault else HTTPStatus.BAD_REQUEST
         return JSONResponse({"error": {"message": str(error)}}, status_code=status)
     if request.query_params.get("full") != "true":
-        # It has most of a schedule's characters.
+        # The provenance has most of a schedule's characters.
         for value in answer.values():
             if isinstance(value, dict):
                 value.pop("provenance", None)

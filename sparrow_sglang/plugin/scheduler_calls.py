@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-Answer = Callable[["Scheduler", dict[str, Any]], dict[str, Any]]
+Handler = Callable[["Scheduler", dict[str, Any]], dict[str, Any]]
 
 _PREFIX = "sparrow_"
 _IDLE = "idle"
@@ -27,7 +27,7 @@ _IDLE_TIMEOUT_S = 30.0
 _PAUSED_TIMEOUT_S = 1.0
 _POLL_S = 0.02
 
-_answers: dict[str, Answer] = {}
+_handlers: dict[str, Handler] = {}
 
 
 class ControlError(InputError):
@@ -38,12 +38,12 @@ class RanksDisagreeError(ControlError):
     """Ranks of the server are in different states."""
 
 
-def scheduler_rpc(call: str) -> Callable[[Answer], Answer]:
+def scheduler_rpc(call: str) -> Callable[[Handler], Handler]:
     """Have the decorated function answer `call` in every scheduler, or refuse it by raising."""
 
-    def register(answer: Answer) -> Answer:
-        _answers[_PREFIX + call] = answer
-        return answer
+    def register(handler: Handler) -> Handler:
+        _handlers[_PREFIX + call] = handler
+        return handler
 
     return register
 
@@ -154,16 +154,16 @@ def answer_call(
     """AROUND hook: answer our messages, sent over SGLang's dumper control, which carries JSON.
     SGLang's channel for settings carries numbers only. All ranks of a replica handle a message at
     the same point between two steps, and one of them answers."""
-    answer = _answers.get(message.method)
-    if answer is None:
+    handler = _handlers.get(message.method)
+    if handler is None:
         return original(scheduler, message)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
     local = _Outcome(rank_name(scheduler), {})
     try:
-        local = local._replace(answer=answer(scheduler, message.body))
+        local = local._replace(answer=handler(scheduler, message.body))
     except Exception as error:
-        # Report every kind of exception, because the caller waits for an answer.
+        # Any exception, because the caller waits for an answer.
         local = local._replace(error=str(error) or type(error).__name__)
     outcome = _reduce_tp(scheduler, local)
     output = DumperControlReqOutput(
@@ -207,7 +207,7 @@ def _reduce_tp(scheduler: "Scheduler", local: _Outcome) -> _Outcome:
 
 
 def gather_tp(scheduler: "Scheduler", local: Any) -> list[Any]:
-    """What each tensor-parallel rank of this scheduler's replica has given as `local`."""
+    """The `local` of each tensor-parallel rank of this scheduler's replica."""
     size = ranks(scheduler).attn_tp_size
     if size == 1:
         return [local]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.hf_config import num_layers_of
-from sparrow_sglang.plugin.exact_acceptance import record_bytes, remember_places
+from sparrow_sglang.plugin.exact_acceptance import assign_recordings, record_bytes
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
@@ -49,7 +49,7 @@ def remember_options(
             [state.option(req) for req in batch.reqs],
         )
         if state.record is not None:
-            remember_places(state, batch)
+            assign_recordings(state, batch)
 
 
 @functools.cache
@@ -64,19 +64,19 @@ def _require_another_backend(model_runner: "ModelRunner") -> None:
 
 def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "AbortReq") -> None:
     """AROUND hook: abort the request of that id only. SGLang aborts all requests whose ids begin
-    with it, also when a client hangs up."""
+    with it, also when a client disconnects."""
     others: list[tuple[Req, str]] = []
     if PROCESS.scheduler is not None and not message.abort_all:
         names = ("running_batch", "cur_batch", "last_batch")
         batches = [getattr(scheduler, name, None) for name in names]
         for name in ("running_mbs", "mbs", "last_mbs"):
             batches += getattr(scheduler, name, None) or ()
-        held = [req for batch in batches if batch is not None for req in batch.reqs]
+        known = [req for batch in batches if batch is not None for req in batch.reqs]
         grammars = getattr(scheduler, "grammar_manager", scheduler)
-        held += [*scheduler.waiting_queue, *getattr(grammars, "grammar_queue", ())]
+        known += [*scheduler.waiting_queue, *getattr(grammars, "grammar_queue", ())]
         if (chunked := getattr(scheduler, "chunked_req", None)) is not None:
-            held.append(chunked)
-        others = [(req, req.rid) for req in set(held) if req.rid != message.rid]
+            known.append(chunked)
+        others = [(req, req.rid) for req in set(known) if req.rid != message.rid]
     try:
         for req, rid in others:
             # No id begins like this one, as ids from outside begin like `message.rid`.

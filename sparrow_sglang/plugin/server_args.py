@@ -1,4 +1,4 @@
-"""Extend SGLang's `ServerArgs` by our backend, fields and checks; know its argument names.
+"""Our backend, fields and checks in SGLang's `ServerArgs`, and the arguments of an engine.
 Frameworks build argument parsers and `ServerArgs` in processes that have only imported SGLang, so
 this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`."""
 
@@ -96,9 +96,9 @@ def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> BudgetSchedul
     return load_schedule(name, view.page_size).for_model(hf_config)
 
 
-def engine_arguments(text: str, own: Sequence[str] = ()) -> dict[str, Any]:
-    """The value of --engine-args. Raises `ValueError`, also on names that the command sets itself,
-    its `own`."""
+def engine_arguments(text: str, reserved: Sequence[str] = ()) -> dict[str, Any]:
+    """The value of --engine-args. Raises `ValueError`, also on `reserved` names, which the command
+    sets itself."""
     arguments = None
     with suppress(json.JSONDecodeError):
         arguments = json.loads(text)
@@ -108,9 +108,9 @@ def engine_arguments(text: str, own: Sequence[str] = ()) -> dict[str, Any]:
         )
     if problem := argument_problem(arguments):
         raise ValueError(f"--engine-args: {problem}")
-    for name in own:
+    for name in reserved:
         if name in arguments:
-            raise ValueError(f"--engine-args {name}: expected none of {', '.join(own)}")
+            raise ValueError(f"--engine-args {name}: expected none of {', '.join(reserved)}")
     return arguments
 
 
@@ -138,7 +138,7 @@ def engine_argument_types() -> dict[str, type | None]:
 
 
 def install() -> None:
-    """Teach the `ServerArgs` class our backend and fields; does nothing the second time. Raises
+    """Add our backend, fields and checks to the `ServerArgs` class; idempotent. Raises
     `RuntimeError` if this SGLang's ServerArgs cannot be extended."""
     from sglang.srt import server_args as module
 
@@ -228,7 +228,7 @@ def _check_around_resolution(cls: Any) -> None:
         if sparse:
             _check_resolved(self)
         else:
-            _refuse_unused_schedule(self)
+            _refuse_unused_fields(self)
 
     setattr(cls, method, resolve)
 
@@ -320,7 +320,7 @@ def plugins_problem() -> str | None:
     return None
 
 
-def _refuse_unused_schedule(server_args: "ServerArgs") -> None:
+def _refuse_unused_fields(server_args: "ServerArgs") -> None:
     for name, field in FIELDS.items():
         if (value := getattr(server_args, name)) != field.default:
             raise ValueError(

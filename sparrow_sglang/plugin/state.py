@@ -32,9 +32,9 @@ class ServerState:
         weight_update: held open between SGLang's calls that begin and end an update of weights.
         has_prefixes: whether requests have arrived since the prefix cache was emptied.
         has_old_prefixes: whether weights have been updated since, too.
-        measures_dense: whether `control.measured` times dense steps against sparse ones, or rounds
-            of lossless decoding.
-        measuring: the task that does, once the first request has arrived.
+        measures_dense: whether `control.measure_once` times dense steps against sparse ones, or
+            rounds of lossless decoding.
+        measuring: the task that does so, once the first request has arrived.
         dense_tokens: what it measured, the least `dense_tokens` of the active schedule.
     """
 

@@ -11,7 +11,8 @@ from frequencies import REQUESTS, p_value, sampled_from, sampling
 from kernel_step import DEVICES, INTERPRETED, rounding_of_a_gpu  # noqa: F401
 from scipy import stats
 
-from sparrow_sglang.plugin.lossless import acceptance, kernels
+from sparrow_sglang.plugin.lossless import drafts as reference
+from sparrow_sglang.plugin.lossless import kernels
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -70,7 +71,7 @@ def test_candidates(device: str, vocabulary: int, dtype: torch.dtype) -> None:
     info = sampling({}, {"top_k": 1}, {"temperature": 0.8}, device=device)
     drafts = drafts_of(info, 2, vocabulary)
     tokens = drafts.sample(logits)
-    best, ids = acceptance.candidates(logits.cpu())
+    best, ids = reference.candidates(logits.cpu())
     assert torch.equal(drafts.ids[:, 0].cpu(), ids.int())
     for row, temperature in ((0, 1), (2, 0.8)):
         q = (best[row].float() / temperature).softmax(0)
@@ -102,7 +103,7 @@ def test_a_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fewer drafts than the round verifies."""
-    monkeypatch.setattr(acceptance, "MAX_GROUPS", groups)
+    monkeypatch.setattr(reference, "MAX_GROUPS", groups)
     monkeypatch.setattr(kernels, "_CHUNK", chunk)
     batch, count, k = len(requests), 4, 5
     info = sampling(*requests, device=device)
@@ -112,8 +113,8 @@ def test_a_round(
     clocks = random_numbers(drafts.seeds[:1], count, batch, width)[0]
     for number in range(count):
         tokens = drafts.sample(sparse[:, number])
-        best, ids = acceptance.candidates(sparse[:, number])
-        q = acceptance.distribution(best, info)
+        best, ids = reference.candidates(sparse[:, number])
+        q = reference.distribution(best, info)
         torch.testing.assert_close(drafts.q[:, number], q, rtol=1e-5, atol=1e-7)
         race = drafts.q[:, number] / clocks[number, :, : q.shape[1]]
         assert torch.equal(tokens, ids.gather(1, race.argmax(-1, keepdim=True))[:, 0])
@@ -129,12 +130,12 @@ def test_a_round(
     coins = random_numbers(drafts.seeds[1:2], batch, count + 1)[1][:, :count]
     clocks = random_numbers(drafts.seeds[2:], batch, vocabulary)[0]
     monkeypatch.setattr(torch, "rand_like", lambda _: coins)
-    monkeypatch.setattr(acceptance, "sample", lambda probs: (probs / clocks).argmax(-1))
-    expected = acceptance.accept(
+    monkeypatch.setattr(reference, "sample", lambda probs: (probs / clocks).argmax(-1))
+    expected = reference.accept(
         drafts.tokens[1 : count + 1].T,
         drafts.ids[:, :count].long(),
         drafts.q[:, :count],
-        acceptance.distribution(dense[:, : count + 1], info),
+        reference.distribution(dense[:, : count + 1], info),
     )
     assert torch.equal(outcome.accepted, expected.accepted)
     assert torch.equal(outcome.bonus, expected.bonus)

@@ -20,12 +20,7 @@ from sparrow_sglang.mismatch.exact_rates import (
     response_logprobs,
 )
 from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog
-from sparrow_sglang.plugin.audit.recorded import (
-    AuditQueue,
-    RecordedRequest,
-    remove_slots,
-    skip_reason,
-)
+from sparrow_sglang.plugin.audit.queue import AuditQueue, RecordedRequest, remove_slots, skip_reason
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
 from sparrow_sglang.request_options import request_state
@@ -122,15 +117,15 @@ class Auditor:
             elif self._draw.random() < self.rate:
                 self._queue.start(request, getattr(state.obj, "lora_path", None))
 
-    def on_outputs(self, answers: "BatchStrOutput") -> None:
-        """Note answers on their way to the users; keep the tokens of recorded requests."""
-        for index, rid in enumerate(answers.rids):
-            self._queue.record(rid, answers, index)
-            reason = answers.finished_reasons[index]
+    def on_outputs(self, outputs: "BatchStrOutput") -> None:
+        """Note outputs on their way to the users; keep the tokens of recorded requests."""
+        for index, rid in enumerate(outputs.rids):
+            self._queue.record(rid, outputs, index)
+            reason = outputs.finished_reasons[index]
             prompt_tokens = self._prompt_tokens.pop(rid, None) if reason is not None else None
             if reason is None or prompt_tokens is None:
                 continue
-            served = prompt_tokens + answers.completion_tokens[index]
+            served = prompt_tokens + outputs.completion_tokens[index]
             room = self._allowance + BUSY_SHARE * served
             self._allowance = min(room, self._manager.context_len)
             self._queue.finish(rid, complete=reason.get("type") != "abort")
@@ -168,7 +163,7 @@ class Auditor:
         await asyncio.wait({score})
 
     async def _wait_until_idle(self) -> None:
-        """Wait until the scheduler has left the step of the last score, in which a flush fails."""
+        """Wait until the scheduler has finished the last score's step; until then a flush fails."""
         deadline = time.monotonic() + (_PAUSED_IDLE_S if self._manager.is_pause else _IDLE_S)
         while time.monotonic() < deadline:
             self._forget_vanished()
@@ -229,7 +224,7 @@ class Auditor:
 
     async def _audit(self, recorded: RecordedRequest) -> None:
         self._sent, self._has_scored = None, True
-        score = self._score = asyncio.create_task(self._enter_score(recorded))
+        score = self._score = asyncio.create_task(self._score_request(recorded))
         await asyncio.wait({score})
         self._score = None
         if score.cancelled():
@@ -243,13 +238,13 @@ class Auditor:
         self._queue.free(recorded)
 
     def _forget_vanished(self) -> None:
-        """Forget requests that were aborted before any output, as no answer arrives for them."""
+        """Forget requests that were aborted before any output, as none will arrive for them."""
         for rid in [rid for rid in self._prompt_tokens if rid not in self._manager.rid_to_state]:
             del self._prompt_tokens[rid]
             self._queue.finish(rid, complete=False)
 
-    async def _enter_score(self, recorded: RecordedRequest) -> str:
-        """Score one request again, and enter it in report and log; returns its outcome."""
+    async def _score_request(self, recorded: RecordedRequest) -> str:
+        """Score one request densely, and add it to report and log; returns its outcome."""
         # A generation may fill the context, but the scheduler takes only prompts that are a few
         # tokens shorter.
         room = self._manager.max_req_input_len - 1 - len(recorded.prompt)

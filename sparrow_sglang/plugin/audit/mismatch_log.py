@@ -76,7 +76,7 @@ class MismatchLog:
                 raise
 
     def _write(self, added: list[NDArray[Any]]) -> None:
-        # The folder was deleted or unmounted. Do not make it again: nobody would find the file.
+        # Deleted or unmounted. Do not make it again: nobody would find the file.
         if not self._folder.is_dir():
             raise FileNotFoundError(f"mismatch log {self._folder}: the folder is gone")
         import pyarrow.parquet
@@ -113,11 +113,11 @@ def read_mismatch_log(path: str | os.PathLike[str]) -> "pyarrow.Table":
     import pyarrow
     import pyarrow.parquet
 
-    place = Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"mismatch log {place}: expected the folder of --sparrow-audit-log")
+    log = Path(path)
+    if not log.exists():
+        raise FileNotFoundError(f"mismatch log {log}: expected the folder of --sparrow-audit-log")
     tables = [_schema().empty_table()]
-    for file in _files(place) if place.is_dir() else [place]:
+    for file in _files(log) if log.is_dir() else [log]:
         try:
             table = pyarrow.parquet.read_table(file)
             if not table.schema.equals(_schema()):

@@ -22,7 +22,7 @@ FALSE_WARNINGS = 0.025
 """Largest chance that a bin whose tail meets the target is ever warned of."""
 
 SKIPPED = ("dense", "own_schedule", "input")
-"""Reasons why a request cannot be audited, see `recorded.skip_reason`."""
+"""Reasons why a request cannot be audited, see `queue.skip_reason`."""
 OUTCOMES = ("audited", "dropped", "failed", *(f"skipped_{reason}" for reason in SKIPPED))
 
 _GAUGES = {
@@ -39,7 +39,7 @@ logger = logging.getLogger("sparrow_sglang")
 
 
 class AuditReport:
-    """Counts what one server's audit found under one schedule at a time; not thread-safe."""
+    """Statistics of one server's audit under one schedule at a time; not thread-safe."""
 
     def __init__(self, schedule: BudgetSchedule, gauges: bool) -> None:
         """`gauges`: publish to Prometheus."""
@@ -65,8 +65,8 @@ class AuditReport:
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
     def add(self, prompt: str, rows: NDArray[Any]) -> None:
-        """Count the sparsely decoded tokens among rows [T] of `mismatch_log.TOKEN_ROW`. They are
-        one response to `prompt`, any name for it."""
+        """Count the sparsely decoded tokens among rows [T] of `mismatch_log.TOKEN_ROW`, those of
+        one response to the prompt that `prompt` identifies."""
         decoded = ~np.isnan(rows["acceptance_rate"])
         bins = token_bins(self.schedule, int(rows["position"][0]), len(rows))[decoded]
         self._tails.add(prompt, bins, rows["acceptance_rate"][decoded])
@@ -79,26 +79,26 @@ class AuditReport:
             self._set("sparrow:acceptance_tail", tail.tail, bin=index)
             self._set("sparrow:acceptance_mean", tail.mean, bin=index)
             self._set("sparrow:audited_tokens", tail.tokens, bin=index)
-            self._look(index)
+            self._warn_if_low(index)
         self._changed.clear()
         # Set last, so that a reader who sees a request counted sees its tokens, too.
         for outcome, count in self.requests.items():
             self._set("sparrow:audit_requests", count, outcome=outcome)
 
     def publish_load(self, running: Iterable[tuple[int, RequestOption | None]]) -> None:
-        """Publish KV tokens cached and read by requests: lengths, and options (None: default)."""
+        """Publish KV tokens cached and read, of requests' lengths and options (None: default)."""
         if not self._gauges:
             return
-        alike: dict[tuple[int, int | None], tuple[RequestOption, list[int]]] = {}
-        for length, given in running:
-            option = given or RequestOption(self.schedule)
+        groups: dict[tuple[int, int | None], tuple[RequestOption, list[int]]] = {}
+        for length, requested in running:
+            option = requested or RequestOption(self.schedule)
             key = id(option.schedule), option.kv_budget_tokens
-            alike.setdefault(key, (option, []))[1].append(length)
-        self._set("sparrow:kv_tokens_cached", sum(sum(of) for _, of in alike.values()))
-        read = sum(int(option.tokens_read(of).sum()) for option, of in alike.values())
+            groups.setdefault(key, (option, []))[1].append(length)
+        self._set("sparrow:kv_tokens_cached", sum(sum(lengths) for _, lengths in groups.values()))
+        read = sum(int(option.tokens_read(of).sum()) for option, of in groups.values())
         self._set("sparrow:kv_tokens_read", read)
 
-    def _look(self, index: int) -> None:
+    def _warn_if_low(self, index: int) -> None:
         """Warn of a bin if even the upper end of its tail's interval lies below the target.
         Repeated looks at a tail that equals the target would see it fall below by chance, so look
         again only after the tokens have doubled, and spend FALSE_WARNINGS on all looks together:
@@ -110,20 +110,20 @@ class AuditReport:
         self._looks[index] += 1
         self._next_look[index] = 2 * tokens
         look = self._looks[index]
-        found = statistics.bin(index, confidence=1 - 2 * FALSE_WARNINGS / (look * (look + 1)))
-        if found.tail_high is None or found.tail_high >= target:
+        bin_tail = statistics.bin(index, confidence=1 - 2 * FALSE_WARNINGS / (look * (look + 1)))
+        if bin_tail.tail_high is None or bin_tail.tail_high >= target:
             return
         self._next_look[index] = sys.maxsize
         logger.warning(
             "mismatch: at positions %d to %d the 5th percentile of the acceptance rate is"
             " %.3f (interval %.3f to %.3f, %d tokens), below the %.2f that schedule"
             " %s was made for; calibrate it for this model and these prompts",
-            found.first_position,
-            found.end_position - 1,
-            found.tail,
-            found.tail_low,
-            found.tail_high,
-            found.tokens,
+            bin_tail.first_position,
+            bin_tail.end_position - 1,
+            bin_tail.tail,
+            bin_tail.tail_low,
+            bin_tail.tail_high,
+            bin_tail.tokens,
             target,
             self.schedule.name,
         )

@@ -1,4 +1,4 @@
-"""Kernels of a round's sampling, which `acceptance.py` defines.
+"""Kernels of a round's sampling, which `drafts.py` defines.
 
 Probabilities are computed where they are needed, from logits and the maximum and sum of their row.
 Numbers between kernels are fp32, which holds tokens exactly:
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.plugin.lossless.acceptance import Drafts, Outcome, distribution, truncates
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, distribution, truncates
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -217,7 +217,7 @@ def _residual_kernel(
     candidate = tl.load(ids + at_slot, mask=mask & (row < count), other=-1)
     removed = tl.load(q + at_slot, mask=candidate == token, other=0.0)
     clock = exponential(tl.load(seeds + 2), request * V + token)
-    # As in `acceptance.accept`.
+    # As in `drafts.accept`.
     ratio = (tl.maximum(p - removed, 0.0) + 1e-20 * p) / clock
     first = tl.max(ratio, axis=0)
     out = arrivals + (request * tl.num_programs(0) + chunk) * 2

@@ -21,7 +21,8 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.plugin import passes
 from sparrow_sglang.plugin.dense_steps import DecodeGraphs
-from sparrow_sglang.plugin.lossless import acceptance, kernels
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
+from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
 from sparrow_sglang.plugin.lossless.pace import Costs, Pace
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
@@ -205,7 +206,7 @@ class LosslessWorker(BaseSpecWorker):
         # Past the context no token is returned, and some models have no rotary angles.
         positions = positions.clamp(max=config.context_len - 1)
         latest, known = batch.spec_info.bonus_tokens.reshape(-1).long(), batch.seq_lens_cpu
-        drafting = kernels.KernelDrafts if latest.is_cuda else acceptance.Drafts
+        drafting = KernelDrafts if latest.is_cuda else Drafts
         drafts = drafting(latest, self._width - 1, config.vocab_size, batch.sampling_info)
 
         def decode(number: int) -> Any:
@@ -230,7 +231,7 @@ class LosslessWorker(BaseSpecWorker):
         outcome = drafts.verify(logits)
         if self._forced is not None:
             outcome = outcome.forced(self._forced, count)
-        outcome = acceptance.Outcome(*map(self._of_first_rank, outcome))
+        outcome = Outcome(*map(self._of_first_rank, outcome))
         stride = logits.shape[1]
         output = outcome.output(drafts.tokens[:stride].T).reshape(-1)
         accept_lens = (outcome.accepted + 1).to(torch.int32)

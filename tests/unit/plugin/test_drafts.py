@@ -8,14 +8,14 @@ import pytest
 import torch
 from frequencies import REQUESTS, p_value, sampled_from, sampling
 
-from sparrow_sglang.plugin.lossless import acceptance
+from sparrow_sglang.plugin.lossless import drafts as reference
 from sparrow_sglang.plugin.server_log import describe
 from sparrow_sglang.schedule import BudgetSchedule
 
 
 def test_distributions_are_those_that_requests_ask_for() -> None:
     logits = torch.randn(len(REQUESTS), 3, 50, generator=torch.Generator().manual_seed(0)) * 2
-    probs = acceptance.distribution(logits, sampling(*REQUESTS))
+    probs = reference.distribution(logits, sampling(*REQUESTS))
     for request, rows, result in zip(REQUESTS, logits.tolist(), probs, strict=True):
         for row, got in zip(rows, result, strict=True):
             np.testing.assert_allclose(got, sampled_from(row, **request), atol=1e-6)
@@ -25,11 +25,11 @@ def test_distributions_are_those_that_requests_ask_for() -> None:
 def test_candidates_are_the_best_of_groups_that_cover_the_vocabulary(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptance, "MAX_GROUPS", 64)
+    monkeypatch.setattr(reference, "MAX_GROUPS", 64)
     for best in range(vocabulary):
         logits = torch.full((1, vocabulary), -torch.inf)
         logits[0, best] = 1
-        values, ids = acceptance.candidates(logits)
+        values, ids = reference.candidates(logits)
         assert ids.unique().numel() == ids.numel() == min(64, vocabulary)
         assert (values == logits.gather(1, ids)).all()
         assert best in ids
@@ -39,7 +39,7 @@ def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, k: int, count: 
     """Tokens of `count` rounds over a vocabulary whose logits depend on the latest token."""
     previous = torch.zeros(count, dtype=torch.int64)
     # A round may draft fewer than it verifies.
-    drafts = acceptance.Drafts(previous, k + 1, sparse.shape[1], info)
+    drafts = reference.Drafts(previous, k + 1, sparse.shape[1], info)
     for _ in range(k):
         previous = drafts.sample(sparse[previous])
     outcome = drafts.verify(dense[drafts.tokens.T])
@@ -52,14 +52,14 @@ def test_rounds_follow_the_dense_distribution(
     request_: dict[str, float], restricted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first two tokens: of a round where it has two, else followed by one drawn densely."""
-    monkeypatch.setattr(acceptance, "MAX_GROUPS", 3 if restricted else 64)
+    monkeypatch.setattr(reference, "MAX_GROUPS", 3 if restricted else 64)
     torch.manual_seed(1)
     vocabulary, k, count = 7, 3, 20_000
     dense = torch.randn(vocabulary, vocabulary) * 1.5
     sparse = dense + torch.randn(vocabulary, vocabulary)
     info = sampling(*[request_] * count)
     outcome, output, drafts = rounds(info, dense, sparse, k, count)
-    then = acceptance.sample(acceptance.distribution(dense[output[:, 0]], info))
+    then = reference.sample(reference.distribution(dense[output[:, 0]], info))
     second = torch.where(outcome.accepted > 0, output[:, 1], then)
     p = [sampled_from(row, **request_) for row in dense.tolist()]
     exact = {(a, b): p[0][a] * p[a][b] for a, b in itertools.product(range(vocabulary), repeat=2)}
@@ -76,7 +76,7 @@ def test_rounds_follow_the_dense_distribution(
 
 def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
     info = sampling(*[{"top_k": 1}] * 3)
-    drafts = acceptance.Drafts(torch.zeros(3, dtype=torch.int64), 2, 5, info)
+    drafts = reference.Drafts(torch.zeros(3, dtype=torch.int64), 2, 5, info)
     for tokens in ([3, 3, 1], [2, 0, 2]):
         drafts.sample(torch.nn.functional.one_hot(torch.tensor(tokens), 5).float())
     best = torch.tensor([[3, 2, 4], [3, 1, 2], [3, 2, 2]])
@@ -86,7 +86,7 @@ def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
 
 
 def test_a_round_without_drafts_samples_a_token() -> None:
-    drafts = acceptance.Drafts(torch.zeros(2, dtype=torch.int64), 2, 3, sampling({}, {}))
+    drafts = reference.Drafts(torch.zeros(2, dtype=torch.int64), 2, 3, sampling({}, {}))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [1, 0, 0]]), 3).log()
     outcome = drafts.verify(logits)
     assert outcome.accepted.tolist() == [0, 0]
@@ -100,7 +100,7 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> Non
     tokens, ids = torch.tensor([[2]]), torch.arange(3)[None, None]
     q = torch.tensor([[[0.5, 0.5, 1e-9]]])
     for _ in range(50):
-        assert acceptance.accept(tokens, ids, q, p).bonus.item() != 2
+        assert reference.accept(tokens, ids, q, p).bonus.item() != 2
 
 
 def test_schedules_of_drafts_need_no_calibration() -> None:

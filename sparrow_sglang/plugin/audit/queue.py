@@ -1,4 +1,4 @@
-"""Which requests an audit takes, and what it keeps of them until they are scored."""
+"""Requests that are being audited: which are eligible, and what is kept until they are scored."""
 
 from array import array
 from collections import Counter, deque
@@ -19,7 +19,7 @@ _OTHER_INPUT = ("input_embeds", "mm_inputs", "session_params", "positional_embed
 @dataclass
 class RecordedRequest:
     """An audited request, running or finished; its decode steps are recorded in `slot`. `dp_rank`
-    is the replica that serves it. A `lost` request will not be scored."""
+    is the replica that serves it. A `cleared` request will not be scored."""
 
     request_id: str
     prompt: "array[int]"
@@ -27,7 +27,7 @@ class RecordedRequest:
     lora_id: str | None
     slot: int
     dp_rank: int | None = None
-    lost: bool = False
+    cleared: bool = False
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
 
 
@@ -56,25 +56,25 @@ class AuditQueue:
         self._recording[request.rid] = recorded
         _set_custom_params(request, record_into(slot, len(prompt)))
 
-    def record(self, request_id: str, answers: "BatchStrOutput", index: int) -> None:
-        """Append the tokens of one of the scheduler's answers, if the request is recorded."""
+    def record(self, request_id: str, outputs: "BatchStrOutput", index: int) -> None:
+        """Append the tokens of one of the scheduler's outputs, if the request is recorded."""
         request = self._recording.get(request_id)
-        if request is not None and answers.output_ids is not None:
-            request.tokens.extend(list(answers.output_ids[index] or ()))
-            request.dp_rank = answers.dp_ranks[index] if answers.dp_ranks else None
+        if request is not None and outputs.output_ids is not None:
+            request.tokens.extend(list(outputs.output_ids[index] or ()))
+            request.dp_rank = outputs.dp_ranks[index] if outputs.dp_ranks else None
 
     def finish(self, request_id: str, complete: bool) -> None:
-        """End the recording of a request; if `complete` and not lost, queue it for its score."""
+        """End the recording of a request; if `complete` and not cleared, queue it for its score."""
         request = self._recording.pop(request_id, None)
         if request is None:
             return
-        if request.lost or not complete or not request.tokens:
+        if request.cleared or not complete or not request.tokens:
             self._drop(request)
         else:
             self._waiting.append(request)
 
     def take_first(self) -> RecordedRequest:
-        """Remove the first request, which is to be scored now and then to be freed."""
+        """Remove and return the first request, which the caller scores and then frees."""
         return self._waiting.popleft()
 
     def free(self, request: RecordedRequest) -> None:
@@ -85,7 +85,7 @@ class AuditQueue:
         """Drop all requests that have begun so far, as the weights or the schedule change. Running
         ones keep their slots until they end, as their steps are still recorded."""
         for request in self._recording.values():
-            request.lost = True
+            request.cleared = True
         while self._waiting:
             self._drop(self._waiting.popleft())
 
@@ -96,8 +96,8 @@ class AuditQueue:
 
 def remove_slots(request: "TokenizedGenerateReqInput") -> None:
     """Remove slots that a user's request names, as all belong to the audit."""
-    given = request.sampling_params.custom_params
-    if isinstance(given, dict) and (RECORD in given or COMPARE in given):
+    params = request.sampling_params.custom_params
+    if isinstance(params, dict) and (RECORD in params or COMPARE in params):
         _set_custom_params(request, {RECORD: None, COMPARE: None})
 
 
@@ -105,8 +105,8 @@ def _set_custom_params(request: "TokenizedGenerateReqInput", params: dict[str, A
     # Copies, as the samples of one request share their parameters, and the user's own request
     # object, from which SGLang builds the answer, stays as it is.
     request.sampling_params = copy(request.sampling_params)
-    given = request.sampling_params.custom_params or {}
-    request.sampling_params.custom_params = {**given, **params}
+    old = request.sampling_params.custom_params or {}
+    request.sampling_params.custom_params = {**old, **params}
 
 
 def skip_reason(
