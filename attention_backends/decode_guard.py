@@ -1,5 +1,5 @@
-"""Raises an error where SGLang decodes without the attention backend, and therefore densely. At the
-latest in the third decode step that the backend has not served; costs a few integers a step."""
+"""Raises an error where SGLang decodes without the attention backend, and therefore densely: at the
+latest in the third decode step that bypasses the backend. Costs a few integers a step."""
 
 from sparrow_sglang.errors import SparrowError
 
@@ -17,7 +17,7 @@ class DecodeGuard:
         self._ever_served = False
 
     def announced(self) -> None:
-        """A decode batch was made. Raises `SparrowError` if earlier ones were not planned."""
+        """SGLang built a decode batch. Raises `SparrowError` if earlier ones were not planned."""
         if self._unplanned == LIMIT:
             raise _bypassed("plan")
         self._unplanned += 1

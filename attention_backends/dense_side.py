@@ -28,16 +28,16 @@ def dense_backend(server_args: "ServerArgs", model_config: "ModelConfig") -> str
     """Name of SGLang's attention backend that computes dense passes on this machine's GPU. It is
     the one that --sparrow-dense-backend names, else SGLang's own choice, or Triton where that
     choice cannot compute the model's heads."""
-    asked: str | None = getattr(server_args, DENSE_FIELD)
-    if asked is not None:
-        return asked
+    requested: str | None = getattr(server_args, DENSE_FIELD)
+    if requested is not None:
+        return requested
     chosen = stock_attention_backend(server_args, model_config)
     return "triton" if chosen == "flashinfer" and _flashinfer_problem(model_config) else chosen
 
 
 def dense_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
     """Reasons why this machine's GPU cannot compute dense passes of the model, one or none."""
-    asked: str | None = getattr(server_args, DENSE_FIELD)
+    requested: str | None = getattr(server_args, DENSE_FIELD)
     name = dense_backend(server_args, model_config)
     fitting = [other for other in DENSE_BACKENDS if not _dense_problem(other, model_config)]
     if name not in DENSE_BACKENDS:
@@ -46,9 +46,10 @@ def dense_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> li
         problem = _dense_problem(name, model_config)
     if not problem:
         return []
-    who = "SGLang's attention backend for this model and GPU is" if asked is None else DENSE_FIELD
-    sep = " " if asked is None else "="
-    return [f"{who}{sep}{name!r}: {problem}; pass --sparrow-dense-backend {' or '.join(fitting)}"]
+    subject = f"{DENSE_FIELD}="
+    if requested is None:
+        subject = "SGLang's attention backend for this model and GPU is "
+    return [f"{subject}{name!r}: {problem}; pass --sparrow-dense-backend {' or '.join(fitting)}"]
 
 
 def _dense_problem(name: str, model_config: "ModelConfig") -> str:

@@ -57,5 +57,5 @@ class PairVariances:
                 continue
             slots = self._req_to_token[batch.req_pool_indices[row], :cached].long()
             latest = q[end - min(count, LATEST) : end]
-            found = pair_variances(latest, k_buffer[slots], self._landmark_tokens)
-            self.sums[layer_id] = self.sums[layer_id] + found if layer_id in self.sums else found
+            variances = pair_variances(latest, k_buffer[slots], self._landmark_tokens)
+            self.sums[layer_id] = self.sums.get(layer_id, 0) + variances

@@ -73,8 +73,8 @@ def causal_attention(
     group = q.shape[1] // keys.shape[1]
     repeated = keys.float().repeat_interleave(group, 1), values.float().repeat_interleave(group, 1)
     logits = torch.einsum("thd,lhd->htl", q.float(), repeated[0]) * sm_scale
-    own = torch.arange(len(keys) - len(q), len(keys), device=q.device)
-    behind = own[:, None] - torch.arange(len(keys), device=q.device)
+    positions = torch.arange(len(keys) - len(q), len(keys), device=q.device)
+    behind = positions[:, None] - torch.arange(len(keys), device=q.device)
     hidden = (behind < 0) | ((behind > window) if window > -1 else False)
     logits = logits.masked_fill(hidden, -torch.inf)
     if sinks is not None:

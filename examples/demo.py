@@ -56,7 +56,7 @@ def prepare_environment() -> None:
     others = sorted({path.stem for path in folder.glob("*.py")} - {"__init__", "llama"})
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     os.environ |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-    noise.leave_out()
+    noise.suppress()
 
 
 def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:

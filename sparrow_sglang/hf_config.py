@@ -65,4 +65,4 @@ def partial_layers(hf_config: Any) -> tuple[int, ...]:
 
 
 def _layers(hf_config: Any, kind: str) -> tuple[int, ...]:
-    return tuple(layer for layer, found in enumerate(layer_types_of(hf_config)) if found == kind)
+    return tuple(layer for layer, name in enumerate(layer_types_of(hf_config)) if name == kind)

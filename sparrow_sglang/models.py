@@ -109,7 +109,7 @@ def missing_weights(folder: Path) -> str | None:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
         if missing := sorted(name for name in names if not (folder / name).exists()):
             return f"{folder} lacks {len(missing)} of {len(names)} files of weights: {missing[0]}"
-    if not any(found for kind in _WEIGHTS for found in folder.glob(kind)):
+    if not any(any(folder.glob(kind)) for kind in _WEIGHTS):
         return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
     for weights in sorted(folder.glob("*.safetensors")):
         try:
@@ -197,12 +197,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     import transformers
 
-    plain: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
-        # As earlier ones do, have transformers 5.19 load weights as plain tensors.
-        plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        # Load plain tensors, as transformers before 5.19 does by default.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **plain
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options
     )
     # transformers calls a model from GGUF quantized, and does not save those.
     model.hf_quantizer = None  # type: ignore[assignment]

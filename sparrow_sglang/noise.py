@@ -1,4 +1,4 @@
-"""Quiet starts and ends of our commands, in their process and in those that they start."""
+"""Suppresses known warnings in our commands and in the processes that they start."""
 
 import logging
 import multiprocessing
@@ -11,7 +11,7 @@ import warnings
 VARIABLE = "SPARROW_LEAVE_OUT_NOISE"
 """Set for the processes that a command starts."""
 
-# The first is Python's, on semaphores of processes that SGLang ends by SIGKILL.
+# The first is Python's, on semaphores of processes that SGLang kills.
 _WARNINGS = ("resource_tracker", "Only CUDA", "Triton is not supported")
 # Beginnings of messages, regular expressions, by logger.
 _LOGGED = {
@@ -23,13 +23,13 @@ _LOGGED = {
 }
 
 
-def leave_out() -> None:
-    """Suppress known warnings here and in processes started from now on."""
+def suppress() -> None:
+    """Here, and in processes started from now on."""
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = "1"
-        given = filter(None, [os.environ.get("PYTHONWARNINGS")])
+        inherited = filter(None, [os.environ.get("PYTHONWARNINGS")])
         ours = (f"ignore:{beginning}:UserWarning" for beginning in _WARNINGS)
-        os.environ["PYTHONWARNINGS"] = ",".join((*given, *ours))
+        os.environ["PYTHONWARNINGS"] = ",".join((*inherited, *ours))
     for beginning in _WARNINGS:
         warnings.filterwarnings("ignore", beginning, UserWarning)
     for source in _LOGGED:
@@ -40,13 +40,13 @@ def _is_kept(record: logging.LogRecord) -> bool:
     return not re.match(_LOGGED[record.name], record.getMessage())
 
 
-def leave_out_if_asked() -> None:
-    """`leave_out` in a process that a command of ours has started. Ctrl-C on a terminal reaches the
+def suppress_if_inherited() -> None:
+    """`suppress` in a process that a command of ours has started. Ctrl-C on a terminal reaches the
     command and all processes that it has started. These ignore it, and the command ends them;
     otherwise each would end with a traceback."""
     if VARIABLE not in os.environ:
         return
-    leave_out()
+    suppress()
     # SGLang is imported while the process unpickles what it shall run. `parent_process` knows of a
     # parent only after that.
     started = multiprocessing.current_process().name != "MainProcess"

@@ -32,12 +32,12 @@ def commit_of(file: Path) -> str | None:
     return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def device_name() -> str:

@@ -40,7 +40,7 @@ PASS_RATE = "eval/pass_rate"
 _TAIL_OF_BIN = f"{TAIL}_bin"
 _TAIL_LABEL = "acceptance rate, 5th percentile"
 _POSITION_LABEL = "position (cached tokens)"
-_LOOKED_FOR = (
+_EXPECTED = (
     f"the {METRICS_FILE} of a training run, or schedules with their evidence and checks by"
     " `sparrow calibrate`"
 )
@@ -106,7 +106,7 @@ _COMPARED = {
     "timing_s/step": "seconds per step",
 }
 # Settings that may differ between runs of one arm.
-_OF_A_RUN = ("run_dir", "seed", "logging.", "checkpoint.")
+_NOT_OF_AN_ARM = ("run_dir", "seed", "logging.", "checkpoint.")
 _SPANS = ("at the end", "over the run")
 _END = 0.2
 _CONFIDENCE = 0.95
@@ -161,7 +161,7 @@ def find_sources(paths: Sequence[Path]) -> Sources:
     sources = Sources()
     for path in paths:
         if not path.exists():
-            raise ReportError(f"{path}: no such file or folder; expected {_LOOKED_FOR}")
+            raise ReportError(f"{path}: no such file or folder; expected {_EXPECTED}")
         for file in _files(path):
             if file.name == METRICS_FILE:
                 sources.runs.append(file.parent)
@@ -169,14 +169,14 @@ def find_sources(paths: Sequence[Path]) -> Sources:
             try:
                 content = json.loads(file.read_text("utf-8"))
             except (OSError, ValueError) as error:
-                sources.left_out.append(f"{file}: not JSON ({error}); expected {_LOOKED_FOR}")
+                sources.left_out.append(f"{file}: not JSON ({error}); expected {_EXPECTED}")
                 continue
             if isinstance(content, dict) and {"budget_tokens", "bin_tokens"} <= content.keys():
                 sources.schedules[file] = content
             elif isinstance(content, dict) and "checks" in content:
                 sources.checks[file] = content
     if not (sources.runs or sources.schedules or sources.checks):
-        nothing = f"{', '.join(map(str, paths))}: nothing to report on; looked for {_LOOKED_FOR}"
+        nothing = f"{', '.join(map(str, paths))}: nothing to report on; looked for {_EXPECTED}"
         raise ReportError((sources.left_out or [nothing])[0])
     return sources
 
@@ -205,7 +205,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ReportError(f"{path}: {reason}; expected {_LOOKED_FOR}") from None
+        raise ReportError(f"{path}: {reason}; expected {_EXPECTED}") from None
 
 
 @dataclass(frozen=True)
@@ -419,7 +419,7 @@ def flat(values: Row, prefix: str = "") -> dict[str, str]:
 
 
 def _versions(fields: Row) -> dict[str, str]:
-    packages = {name: found for name, found in fields.get("packages", {}).items() if found}
+    packages = {name: each for name, each in fields.get("packages", {}).items() if each}
     names = ("date", "device", "python", "commit", "command")
     return flat({name: fields[name] for name in names if name in fields} | packages)
 
@@ -701,14 +701,15 @@ def compare(sources: Sources) -> dict[str, Any]:
     runs = [run.cut(end) for run in runs]
     arms = _arms(runs)
     values = {
-        arm: {m: [_summary(run, m) for run in own] for m in _COMPARED} for arm, own in arms.items()
+        arm: {m: [_summary(run, m) for run in group] for m in _COMPARED}
+        for arm, group in arms.items()
     }
     first = next(iter(values.values()))
-    origin = ("device", "python", "packages", "commit")
-    made_by = [{name: run.start.get(name) for name in origin} for run in runs]
+    fields = ("device", "python", "packages", "commit")
+    origins = [{name: run.start.get(name) for name in fields} for run in runs]
     settings = [_compared_settings(run.config) for run in runs]
     return {
-        "made_by": [own for index, own in enumerate(made_by) if own not in made_by[:index]],
+        "made_by": [each for i, each in enumerate(origins) if each not in origins[:i]],
         "settings": {
             name: value
             for name, value in settings[0].items()
@@ -718,15 +719,15 @@ def compare(sources: Sources) -> dict[str, Any]:
         "arms": [
             {
                 "arm": arm,
-                "seeds": [run.config.get("seed", 0) for run in own],
-                "steps": [run.steps_done for run in own],
+                "seeds": [run.config.get("seed", 0) for run in group],
+                "steps": [run.steps_done for run in group],
                 **{
                     metric: _compared(values[arm][metric], first[metric] if index else ())
                     for metric in _COMPARED
-                    if any(run.curve(metric) for run in own)
+                    if any(run.curve(metric) for run in group)
                 },
             }
-            for index, (arm, own) in enumerate(arms.items())
+            for index, (arm, group) in enumerate(arms.items())
         ],
     }
 
@@ -760,8 +761,8 @@ def _arms(runs: Sequence[Run]) -> dict[str, list[Run]]:
     differing = [n for n in names if len({values.get(n) for values in settings} - {"off"}) > 1]
     arms: dict[str, list[Run]] = {}
     for run, values in zip(runs, settings, strict=True):
-        own = [f"{n}={v}" for n in differing if (v := values.get(n, "–")) != "off"]
-        arm = (", ".join(own) or "all") if run.config else run.folder.name
+        name = ", ".join(f"{n}={v}" for n in differing if (v := values.get(n, "–")) != "off")
+        arm = (name or "all") if run.config else run.folder.name
         arms.setdefault(arm, []).append(run)
     return arms
 
@@ -774,7 +775,7 @@ def _compared_settings(config: Row) -> dict[str, str]:
     return {
         name: "off" if name.startswith(off) and name not in switches else value
         for name, value in values.items()
-        if not name.startswith(_OF_A_RUN)
+        if not name.startswith(_NOT_OF_AN_ARM)
     }
 
 
@@ -790,12 +791,12 @@ def _compared(of_runs: Sequence[_Means], first: Sequence[_Means]) -> dict[str, A
     """By span: values of an arm's runs, their mean and its difference from the `first` arm's."""
     compared = {}
     for i, span in enumerate(_SPANS):
-        own = [value for means in of_runs if (value := means[i]) is not None]
+        values = [value for means in of_runs if (value := means[i]) is not None]
         others = [value for means in first if (value := means[i]) is not None]
         compared[span] = {
             "values": [means[i] for means in of_runs],
-            "mean": interval(own) if own else None,
-            "difference": interval(own, others) if own and others else None,
+            "mean": interval(values) if values else None,
+            "difference": interval(values, others) if values and others else None,
         }
     return compared
 

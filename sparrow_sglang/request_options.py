@@ -1,4 +1,4 @@
-"""What a single request may require of sparse decode, and the report of what its steps read.
+"""Options of sparse decode for a single request, and the report of what its steps read.
 
 `sampling_params["custom_params"]["sparrow"]` of `Engine.generate` and of `/generate`; with the
 OpenAI client `extra_body={"custom_params": {"sparrow": ...}}`, in chat and text completions. Its
@@ -82,24 +82,24 @@ class RequestOption:
     @classmethod
     def read(cls, custom_params: Any, active: BudgetSchedule) -> "RequestOption":
         """The option in a request's `custom_params`. Raises `RequestError`."""
-        given = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
-        if given is None:
+        option = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
+        if option is None:
             return cls(active)
-        if not isinstance(given, Mapping) or not given:
+        if not isinstance(option, Mapping) or not option:
             raise RequestError(
-                f"{_FIELD}={quoted(given)}: expected an object with one of {_ALLOWED}"
+                f"{_FIELD}={quoted(option)}: expected an object with one of {_ALLOWED}"
             )
-        for key, value in given.items():
+        for key, value in option.items():
             if (problem := _problem(key, value, active)) is not None:
                 raise RequestError(f"{_FIELD}[{quoted(key, 60)}]={quoted(value)}: {problem}")
-        if {"dense", "kv_budget_tokens"} <= given.keys():
+        if {"dense", "kv_budget_tokens"} <= option.keys():
             raise RequestError(
-                f"{_FIELD}={quoted(given)}: expected one of dense and kv_budget_tokens"
+                f"{_FIELD}={quoted(option)}: expected one of dense and kv_budget_tokens"
             )
         return cls(
-            None if given.get("dense") else active,
-            given.get("kv_budget_tokens"),
-            given.get("report", False),
+            None if option.get("dense") else active,
+            option.get("kv_budget_tokens"),
+            option.get("report", False),
         )
 
     def first_sparse_length(self) -> int | None:

@@ -45,7 +45,7 @@ DRAFTS = "drafts"
 """Name of `BudgetSchedule.drafts`."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# What a switch on a running server must leave as it is.
+# What a switch on a running server cannot change.
 _FIXED = (
     *("page_size", "sink_pages", "recent_pages"),
     *("selection.landmark_bits", "selection.landmark_pairs"),
@@ -127,7 +127,7 @@ class BudgetSchedule(BaseModel):
 
     @cached_property
     def sparse_weights(self) -> tuple[float, ...]:
-        """Weights of the layers that are not dense; a single 1 stands for any number of them."""
+        """Weights of the layers that are not dense; a single 1 for any number of equal ones."""
         return self.selection.sparse_weights(self.dense_layers)
 
     def layer_weight(self, layer: int) -> float:
@@ -211,12 +211,12 @@ class BudgetSchedule(BaseModel):
         layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
         kind = "linear attention" if linear_layers(hf_config) else "a sliding window"
         dense_layers = tuple(sorted({*self.dense_layers, *partial}))
-        given = f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}"
+        field = f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}"
         if any(layer >= layers for layer in self.dense_layers):
-            raise ScheduleError(f"{given}: the model has {layers} layers, 0 to {layers - 1}")
+            raise ScheduleError(f"{field}: the model has {layers} layers, 0 to {layers - 1}")
         if len(dense_layers) == layers:
             beside = f" beside its {len(partial)} layers with {kind}" if partial else ""
-            raise ScheduleError(f"{given}: no layer of the model would be sparse{beside}")
+            raise ScheduleError(f"{field}: no layer of the model would be sparse{beside}")
         if set(partial) <= set(self.dense_layers):
             return self
         try:
@@ -271,7 +271,7 @@ class BudgetSchedule(BaseModel):
     def is_dense(self) -> bool:
         return self.budget_tokens[0] == MAX_TOKENS
 
-    def calibration(self, hf_config: Any) -> str:
+    def describe_calibration(self, hf_config: Any) -> str:
         """Whether the budgets were calibrated for this model, in a few words on one line. A
         calibrated schedule without `model_match` counts as calibrated for any model."""
         if not self.calibrated:
@@ -281,7 +281,7 @@ class BudgetSchedule(BaseModel):
         return ", ".join(["calibrated", *self._weak_evidence()])
 
     def _weak_evidence(self) -> Iterator[str]:
-        """In what the evidence of a calibration falls short, as far as the schedule has any."""
+        """Shortcomings of the calibration's evidence, as far as the schedule records it."""
         bins = self.provenance.get("bins")
         rows = [row for row in bins if isinstance(row, dict)] if isinstance(bins, list) else []
         measured = [row.get("tokens") for row in rows if row.get("basis") == "measured"]

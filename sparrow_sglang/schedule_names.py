@@ -23,11 +23,11 @@ def known_schedules() -> list[str]:
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
-def named_schedule(flag: str | None, lossless: bool) -> str:
+def schedule_spec(flag: str | None, lossless: bool) -> str:
     """--sparrow-schedule, else SPARROW_SCHEDULE, else "auto"; with lossless decoding "drafts"."""
-    name = str(os.environ.get(SCHEDULE_VARIABLE) or AUTO if flag is None else flag)
+    spec = str(os.environ.get(SCHEDULE_VARIABLE) or AUTO if flag is None else flag)
     # Drafts need no calibration, and the model's own schedule reads more than pays.
-    return DRAFTS if name == AUTO and lossless else name
+    return DRAFTS if spec == AUTO and lossless else spec
 
 
 def load_schedule(spec: str, page_size: int) -> BudgetSchedule:
@@ -68,15 +68,15 @@ def schedule_for_model(
     hf_config: Any, page_size: int, setting: str = "--sparrow-schedule"
 ) -> BudgetSchedule:
     """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
-    Prefers the tail target 0.86, then a selection rule of the model's own. Raises `ScheduleError`
+    Prefers the tail target 0.86, then a calibrated selection rule. Raises `ScheduleError`
     if none fits, which says to name one with `setting`."""
     shipped = [shipped_schedule(name) for name in known_schedules()]
     fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
     if not fitting:
         fields = ("architectures", "hidden_size", "num_hidden_layers")
-        got = ", ".join(f"{key}={quoted(model_value(hf_config, key))}" for key in fields)
+        values = ", ".join(f"{key}={quoted(model_value(hf_config, key))}" for key in fields)
         raise ScheduleError(
-            f"no schedule is shipped for this model ({got}): make one with `sparrow calibrate"
+            f"no schedule is shipped for this model ({values}): make one with `sparrow calibrate"
             f" --model-path MODEL` and name its file with {setting}, or try {setting} fixed-4096,"
             " which is not calibrated; `sparrow schedules` lists the models that have one"
         )

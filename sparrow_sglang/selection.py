@@ -64,9 +64,9 @@ class SelectionRule(BaseModel):
     layer_weights: tuple[_Weight, ...] | None = Field(default=None, min_length=1)
 
     def __init__(self, /, **fields: Any) -> None:
-        given = {name: value for name, value in fields.items() if name not in _IMPLIED}
+        known = {name: value for name, value in fields.items() if name not in _IMPLIED}
         try:
-            super().__init__(**given)
+            super().__init__(**known)
         except ValidationError as error:
             raise InputError(first_problem(error, type(self))) from None
         for name in fields.keys() & _IMPLIED.keys():
@@ -97,7 +97,7 @@ class SelectionRule(BaseModel):
         return self.landmark_bits == 4
 
     def sparse_weights(self, dense_layers: Sequence[int]) -> tuple[float, ...]:
-        """Weights of the other layers; a single 1 stands for any number of them."""
+        """Weights of the other layers; a single 1 for any number of equal ones."""
         if self.layer_weights is None:
             return (1.0,)
         return tuple(w for layer, w in enumerate(self.layer_weights) if layer not in dense_layers)

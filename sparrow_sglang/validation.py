@@ -34,9 +34,9 @@ def first_problem(
     loc, kind, value = problem["loc"], problem["type"], problem["input"]
     if kind == "extra_forbidden":
         section = _dotted((prefix, *loc[:-1]))
-        words = unknown_key(loc[-1], _section(model, loc[:-1]).model_fields)
-        return f"[{section}] {words}" if section else words
-    key, message = _dotted((prefix, *loc)), _in_words_of_toml(problem["msg"])
+        hint = unknown_key(loc[-1], _section(model, loc[:-1]).model_fields)
+        return f"[{section}] {hint}" if section else hint
+    key, message = _dotted((prefix, *loc)), _in_toml_terms(problem["msg"])
     if kind == "missing" and isinstance(loc[-1], int):
         key, message = _dotted((prefix, *loc[:-1])), f"expected {loc[-1] + 1} values or more"
     elif kind == "missing":
@@ -46,7 +46,7 @@ def first_problem(
     return f"{key}={quoted(value, _COMPARED)} is not allowed: {message}"
 
 
-def _in_words_of_toml(message: str) -> str:
+def _in_toml_terms(message: str) -> str:
     message = message.removeprefix("Value error, ").partition(" or instance of ")[0]
     message = message.replace("valid tuple", "valid array").replace("dictionary", "table")
     return message.replace("Tuple should", "Value should")

@@ -80,8 +80,8 @@ class EngineActor:
         def should_stop() -> bool:
             return self._stopped >= rollout
 
-        for place, group in self._engine.stream([], sampling, None, more_groups, should_stop):
-            yield positions[place], group
+        for index, group in self._engine.stream([], sampling, None, more_groups, should_stop):
+            yield positions[index], group
         del self._inboxes[rollout]
 
     @ray.method(concurrency_group=CONTROL)
@@ -101,7 +101,7 @@ class EngineActor:
 
 START: Callable[..., LocalEngine] = LocalEngine
 PLACEMENT_TIMEOUT_S = 60.0
-"""Time for Ray to find GPUs for an engine; without them, the run goes on with the other engines."""
+"""Time for Ray to find GPUs for an engine; without them, the run uses the other engines."""
 
 START_TIMEOUT_S = 1800.0
 """Time for an engine to start serving, enough for a large checkpoint on a slow disk."""
@@ -133,7 +133,7 @@ class _Engine:
 
 class RayEngines(RolloutEngine):
     """Engines behind the interface of one, each with GPUs of one host. Colocated ones share those
-    of trainers: `places` are a Ray node and its CUDA devices for each."""
+    of trainers: `shared_gpus` are a Ray node and its CUDA devices for each."""
 
     def __init__(
         self,
@@ -141,12 +141,12 @@ class RayEngines(RolloutEngine):
         engine: EngineConfig,
         model_path: str,
         defaults: Mapping[str, Any],
-        places: Sequence[tuple[str, str]] = (),
+        shared_gpus: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Returns once all serve; raises `EngineNotStarted` with the reason."""
-        self._gpus, self._places = cluster.gpus_per_engine, places
-        sleeps = {} if places else {"enable_memory_saver": False}
-        self._arguments = {"tp_size": self._gpus, **sleeps, **defaults, **engine.server_args}
+        self._gpus, self._shared_gpus = cluster.gpus_per_engine, shared_gpus
+        saver = {} if shared_gpus else {"enable_memory_saver": False}
+        self._arguments = {"tp_size": self._gpus, **saver, **defaults, **engine.server_args}
         self._schedule, self._model_path = engine.schedule, model_path
         self._capacity = self._arguments.get("max_running_requests") or float("inf")
         self.dtype = torch.float32
@@ -197,7 +197,7 @@ class RayEngines(RolloutEngine):
                 try:
                     position, group = ray.get(next(engine.stream))
                 except StopIteration:
-                    # It was told to stop before it had begun these.
+                    # Stopped before it had started these.
                     waiting.extend(engine.owed.items())
                     engine.stream, engine.owed = None, {}
                 except _DEATH as error:
@@ -216,16 +216,16 @@ class RayEngines(RolloutEngine):
             if engine.stream is None:
                 method = engine.actor.stream.options(num_returns="streaming")
                 engine.stream = method.remote(sampling, self._rollouts)
-        # Together, as an engine looks for more only now and then once it has begun.
-        given: defaultdict[int, list[tuple[int, Group]]] = defaultdict(list)
+        # Together, as an engine that has started polls for more groups only now and then.
+        assigned: defaultdict[int, list[tuple[int, Group]]] = defaultdict(list)
         while waiting:
             slot, engine = min(self._engines.items(), key=lambda item: item[1].load)
             position, group = waiting[0]
             if engine.load and engine.load + _left(group) > self._capacity:
                 break
             engine.owed[position] = group
-            given[slot].append(waiting.popleft())
-        for slot, groups in given.items():
+            assigned[slot].append(waiting.popleft())
+        for slot, groups in assigned.items():
             self._engines[slot].actor.add.remote(self._rollouts, groups)
 
     def _stop_rollout(self) -> None:
@@ -257,8 +257,8 @@ class RayEngines(RolloutEngine):
         variables: dict[str, str] = {}
         placement: PlacementGroup | None = None
         strategy: Any = "SPREAD"
-        if self._places:
-            node, devices = self._places[slot]
+        if self._shared_gpus:
+            node, devices = self._shared_gpus[slot]
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             # The GPUs are those of trainers, so Ray must not choose others, or none.
             variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -279,7 +279,7 @@ class RayEngines(RolloutEngine):
         self._engines[slot] = _Engine(actor, placement)
 
     def _end(self, slot: int) -> None:
-        # The processes of an engine that died in part would keep their GPUs.
+        # Remaining processes of an engine that died in part would keep their GPUs.
         engine = self._engines.pop(slot)
         ray.kill(engine.actor)
         if engine.placement is not None:

@@ -53,21 +53,21 @@ def actor_options(server_args: Mapping[str, Any], **variables: str) -> dict[str,
     this process, for tasks and rewards of the user, and has NCCL's settings of SGLang's processes,
     which depend on `server_args`: otherwise two GPUs of one host would exchange memory handles of
     different kinds, and wait for each other for ever. Values that the user exported stay."""
-    # Exported for all of Ray, as some frameworks ask for, it would give trainers the same GPU.
+    # If exported for all of Ray, as some frameworks require, trainers would share one GPU.
     variables.setdefault("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "0")
     for name, arguments in _NCCL_ARGUMENTS.items():
-        wanted = any(server_args.get(argument) for argument in arguments)
-        variables[name] = "1" if wanted else os.environ.get(name, "0")
+        enabled = any(server_args.get(argument) for argument in arguments)
+        variables[name] = "1" if enabled else os.environ.get(name, "0")
     installed = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
     folders = [os.path.abspath(folder) for folder in sys.path]
-    own = [folder for folder in folders if not folder.startswith(installed)]
-    variables["PYTHONPATH"] = os.pathsep.join(own)
+    outside = [folder for folder in folders if not folder.startswith(installed)]
+    variables["PYTHONPATH"] = os.pathsep.join(outside)
     return {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
 
 
 def use_network_of_ray() -> None:
     """By itself, gloo takes the address of the host's name, often 127.0.0.1."""
     address = ray.util.get_node_ip_address()
-    for name, found in psutil.net_if_addrs().items():
-        if any(one.address == address for one in found):
+    for name, interfaces in psutil.net_if_addrs().items():
+        if any(interface.address == address for interface in interfaces):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -57,12 +57,12 @@ class RemoteLearner(Learner):
                 strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
                 worker = kind.options(scheduling_strategy=strategy).remote(config, cluster)
                 self._workers.append(worker)
-            found = self._get([worker.place.remote() for worker in self._workers])
+            locations = self._get([worker.location.remote() for worker in self._workers])
             # Neighbours in rank are on the same host, where NCCL is fastest.
-            order = sorted(range(world), key=lambda index: found[index])
+            order = sorted(range(world), key=lambda index: locations[index])
             self._workers = [self._workers[index] for index in order]
-            self._places = [found[index][:2] for index in order]
-            address, threads = found[order[0]][2], self._threads()
+            self._gpus = [locations[index][:2] for index in order]
+            address, threads = locations[order[0]][2], self._threads()
             loaded = self._get(
                 [
                     worker.load.remote(Ranks(rank, world), address, threads[rank])
@@ -81,8 +81,8 @@ class RemoteLearner(Learner):
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
     ) -> RayEngines:
-        places = self._engine_places() if self._cluster.colocate else []
-        return RayEngines(self._cluster, config, model_path, defaults, places)
+        gpus = self._engine_gpus() if self._cluster.colocate else []
+        return RayEngines(self._cluster, config, model_path, defaults, gpus)
 
     device_name = _on_all_workers("device_name")
     score = _on_all_workers("score")
@@ -113,21 +113,21 @@ class RemoteLearner(Learner):
     def _threads(self) -> list[int]:
         """A fair share of its host's cores for each worker."""
         cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
-        nodes = [node for node, _ in self._places]
+        nodes = [node for node, _ in self._gpus]
         return [max(1, cores[node] // nodes.count(node)) for node in nodes]
 
-    def _engine_places(self) -> list[tuple[str, str]]:
+    def _engine_gpus(self) -> list[tuple[str, str]]:
         """For each engine the node and the CUDA devices of the trainers whose GPUs it shares."""
-        size, places = self._cluster.gpus_per_engine, []
-        for first in range(0, len(self._places), size):
-            nodes, devices = zip(*self._places[first : first + size], strict=True)
+        size, gpus = self._cluster.gpus_per_engine, []
+        for first in range(0, len(self._gpus), size):
+            nodes, devices = zip(*self._gpus[first : first + size], strict=True)
             if len(set(nodes)) > 1:
                 raise InputError(
                     f"cluster.gpus_per_engine={size} with colocate=true: expected a divisor of the"
                     " trainers' GPUs of each host"
                 )
-            places.append((nodes[0], ",".join(devices)))
-        return places
+            gpus.append((nodes[0], ",".join(devices)))
+        return gpus
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Returns the first worker's result, once all are done."""

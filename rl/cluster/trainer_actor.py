@@ -29,7 +29,7 @@ class TrainerActor:
         # Several calls are about one batch.
         self._read = lru_cache(maxsize=1)(ray.get)
 
-    def place(self) -> tuple[str, str, tuple[str, int]]:
+    def location(self) -> tuple[str, str, tuple[str, int]]:
         """Ray's node, its CUDA device ("" without a GPU), and the address for other ranks."""
         context = ray.get_runtime_context()
         devices = ",".join(context.get_accelerator_ids().get("GPU", []))
@@ -68,7 +68,7 @@ class TrainerActor:
     def send(
         self, actors: Mapping[int, Any], dtype: torch.dtype, version: str, adapted: bool
     ) -> str | None:
-        """See `Learner.deliver`. Raises `EngineDied` if an engine does not take the weights."""
+        """See `Learner.deliver`. Raises `EngineDied` if an engine fails to load the weights."""
         colocated = self._cluster.colocate
         failure: Exception | None = None
         for bucket in pack(self._learner.weights(adapted, dtype)):
@@ -114,7 +114,7 @@ class TrainerActor:
             call = actors[slot].call.remote("load_parts", parts, version)
             failure = _failure_of(partial(ray.get, call, timeout=LIMIT_S))
         # All wait here, as the memory must stay until it has been read.
-        return next((one for one in self._ranks.each(failure) if one is not None), None)
+        return next(filter(None, self._ranks.each(failure)), None)
 
 
 def _failure_of(work: Callable[[], object]) -> Exception | None:

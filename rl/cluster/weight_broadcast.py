@@ -76,11 +76,11 @@ def _broadcast(data: torch.Tensor, group: Any) -> None:
         torch.cuda.current_stream(data.device).synchronize()
 
 
-def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) -> Any:
-    """The result of `call()`, once the engines have answered; the first error as it arrives."""
+def _together(replies: Mapping[int, Any], call: Callable[[], Any], what: str) -> Any:
+    """The result of `call()`, once all engines have replied; the first error as it arrives."""
     # In a thread, because the call would wait for an engine that has died.
     ours = _in_background(call)
-    theirs = {answer.future(): f"engine {slot}" for slot, answer in answers.items()}
+    theirs = {reply.future(): f"engine {slot}" for slot, reply in replies.items()}
     done, late = wait([ours, *theirs], LIMIT_S, FIRST_EXCEPTION)
     for future in done:
         future.result()
@@ -88,7 +88,7 @@ def _together(answers: Mapping[int, Any], call: Callable[[], Any], what: str) ->
         return ours.result()
     names = [name for future, name in theirs.items() if future in late] or ["the trainer"]
     raise EngineDied(
-        f"{what} took {', '.join(names)} of {len(answers)} more than {LIMIT_S:.0f} s: check ports,"
+        f"{what} took {', '.join(names)} of {len(replies)} more than {LIMIT_S:.0f} s: check ports,"
         " NCCL_SOCKET_IFNAME, and that NCCL_* variables are equal on all hosts (NCCL_DEBUG=INFO)"
     )
 

@@ -84,17 +84,17 @@ def build_micro_batch(
     prompts = np.repeat([len(prompt) for prompt, _ in sequences], lengths)
     sampled = np.flatnonzero(positions >= prompts)
 
-    def place(values: np.ndarray) -> torch.Tensor:
+    def on_device(values: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=device)
 
     return Packed(
-        place(tokens),
-        place(positions),
+        on_device(tokens),
+        on_device(positions),
         lengths,
         tuple(len(prompt) for prompt, _ in sequences),
-        place(sampled - 1),
-        place(tokens[sampled]),
-        place(where),
+        on_device(sampled - 1),
+        on_device(tokens[sampled]),
+        on_device(where),
     )
 
 
@@ -396,23 +396,23 @@ def unsupported(hf_config: Any, head_bias: bool = False) -> str | None:
     """Why a model with this Hugging Face config cannot be trained; None if it can."""
     config = text_config(hf_config)
     # transformers holds the experts of a layer in one tensor, under a name that SGLang's loader
-    # skips without an error: rollouts would go on with the experts of the start.
+    # skips without an error: rollouts would keep using the initial experts.
     experts = next(filter(None, (config_value(config, name) for name in _EXPERTS)), None)
-    wrong = [f"a mixture of {experts} experts"] if experts else []
+    reasons = [f"a mixture of {experts} experts"] if experts else []
     layers = set(config_value(config, "layer_types") or ()) - {FULL}
-    wrong += [f"layers of type {kind}" for kind in sorted(layers)]
+    reasons += [f"layers of type {kind}" for kind in sorted(layers)]
     if not layers and (window := config_value(config, "sliding_window")):
         used = getattr(config, "use_sliding_window", True)
-        wrong += [f"sliding_window={window}"] if used else []
+        reasons += [f"sliding_window={window}"] if used else []
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        wrong += [f"{name}={value}"] if (value := config_value(config, name)) else []
+        reasons += [f"{name}={value}"] if (value := config_value(config, name)) else []
     for name in ("logits_scaling", "logit_scale"):
-        wrong += [name] if config_value(config, name) not in (None, 1.0) else []
-    wrong += ["a bias of the vocabulary projection"] if head_bias else []
-    if not wrong:
+        reasons += [name] if config_value(config, name) not in (None, 1.0) else []
+    reasons += ["a bias of the vocabulary projection"] if head_bias else []
+    if not reasons:
         return None
     return (
-        f"model of type {hf_config.model_type} has {', '.join(wrong)}: expected full causal"
+        f"model of type {hf_config.model_type} has {', '.join(reasons)}: expected full causal"
         " attention, no mixture of experts and a plain vocabulary projection, such as Llama, Qwen2"
         " and Qwen3 have"
     )

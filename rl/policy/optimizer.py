@@ -78,8 +78,8 @@ class ClippedAdamW(torch.optim.AdamW):
         return [{name: self.state[p][name] for name in MOMENTS} for p in self._parameters]
 
     def load_moments(self, moments: Sequence[dict[str, torch.Tensor]]) -> None:
-        of = dict(zip(self._parameters, moments, strict=True))
-        ordered = [of[p] for group in self.param_groups for p in group["params"]]
+        by_parameter = dict(zip(self._parameters, moments, strict=True))
+        ordered = [by_parameter[p] for group in self.param_groups for p in group["params"]]
         self.load_state_dict({**self.state_dict(), "state": dict(enumerate(ordered))})
 
 

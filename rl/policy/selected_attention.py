@@ -39,7 +39,7 @@ def attend_by_blocks(
         enable_gqa=True,
         kernel_options=tiles,
     )
-    assert isinstance(out, torch.Tensor), "no log-sum-exp was asked for"
+    assert isinstance(out, torch.Tensor), "no log-sum-exp was requested"
     return out
 
 
@@ -59,12 +59,12 @@ def block_mask(
     # At least two words, as torch compiles a kernel of its own for a dimension of size 1.
     words = max(2, -(-length // (page_size * _WORD)))
     bits, touched = [], []
-    for kept in selection:
-        kept = F.pad(kept, (0, blocks * BLOCK // page_size - kept.shape[-1]))
-        tiles = F.pad(kept, (0, 0, 0, -kept.shape[2] % BLOCK))
+    for chunk in selection:
+        pages = F.pad(chunk, (0, blocks * BLOCK // page_size - chunk.shape[-1]))
+        tiles = F.pad(pages, (0, 0, 0, -pages.shape[2] % BLOCK))
         tiles = tiles.unflatten(2, (-1, BLOCK)).any(3)
         touched.append(tiles.unflatten(-1, (blocks, -1)).any(-1))
-        bits.append(_packed(kept, words))
+        bits.append(_packed(pages, words))
     packed = torch.cat(bits, dim=2)
     # A tensor, because numbers would be compiled into the kernel as constants.
     offsets = positions[:, 0].contiguous()
@@ -96,13 +96,13 @@ def block_mask(
     return mask
 
 
-def _packed(kept: torch.Tensor, words: int) -> torch.Tensor:
+def _packed(selected: torch.Tensor, words: int) -> torch.Tensor:
     """bool [..., pages] as int32 [..., words]: page p is bit p % 32 of word p // 32."""
-    kept = F.pad(kept, (0, words * _WORD - kept.shape[-1]))
-    weights = torch.ones((), dtype=torch.int32, device=kept.device) << torch.arange(
-        _WORD, dtype=torch.int32, device=kept.device
+    selected = F.pad(selected, (0, words * _WORD - selected.shape[-1]))
+    weights = torch.ones((), dtype=torch.int32, device=selected.device) << torch.arange(
+        _WORD, dtype=torch.int32, device=selected.device
     )
-    return (kept.unflatten(-1, (words, _WORD)) * weights).sum(-1, dtype=torch.int32)
+    return (selected.unflatten(-1, (words, _WORD)) * weights).sum(-1, dtype=torch.int32)
 
 
 @cache

@@ -126,11 +126,11 @@ class SparseRule:
         """Pages that a sparse layer reads, int64, by the number of pages cached, 0 to at least
         `cached`. Computed once for all layers of the same weight: it is slow at 32K positions."""
         weight = self.schedule.layer_weight(layer)
-        known = self._read.get((device, weight))
-        if known is None or len(known) <= cached:
+        read = self._read.get((device, weight))
+        if read is None or len(read) <= cached:
             counts = self.schedule.pages_read(np.arange(cached + 1), weight)
-            known = self._read[device, weight] = torch.from_numpy(counts).to(device)
-        return known
+            read = self._read[device, weight] = torch.from_numpy(counts).to(device)
+        return read
 
     def selected_pages(
         self, query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], layer: int
@@ -166,11 +166,11 @@ class SparseRule:
             )
             yield kept.unflatten(0, (len(scores), -1)).transpose(1, 2)
 
-    def once(self, place: Hashable, choose: Callable[[], Any]) -> Any:
-        """The result of `choose`, twice: gradient checkpointing repeats the forward pass."""
-        if place in self._chosen:
-            return self._chosen.pop(place)
-        chosen = self._chosen[place] = choose()
+    def once(self, key: Hashable, choose: Callable[[], Any]) -> Any:
+        """The result of `choose` for two calls: gradient checkpointing repeats the forward pass."""
+        if key in self._chosen:
+            return self._chosen.pop(key)
+        chosen = self._chosen[key] = choose()
         return chosen
 
 

@@ -162,8 +162,8 @@ class Checkpoints:
         return newest
 
     def save(self, learner: Learner, tokenizer: Any, config: TrainConfig, state: State) -> Path:
-        """Write a checkpoint, and delete all but the newest `keep` and the best. Raises `OSError`;
-        older ones are still there then."""
+        """Write a checkpoint, and delete all but the newest `keep` and the best. Raises `OSError`,
+        and then keeps the older ones."""
         target = self._folder / f"step-{state.step:06d}"
         self._folder.mkdir(parents=True, exist_ok=True)
         delete_drafts(self._folder)
@@ -194,7 +194,7 @@ class Checkpoints:
             fields = {name: value for name, value in fields.items() if name in known}
             # `weights_only=False`, as these include pickled Python objects; the files were written
             # by `save`.
-            python, numpy, own = torch.load(folder / _RANDOM, weights_only=False)
+            python, numpy, torch_state = torch.load(folder / _RANDOM, weights_only=False)
             carried = folder / _CARRIED
             if carried.exists():
                 fields["carried"] = torch.load(carried, weights_only=False)
@@ -202,7 +202,7 @@ class Checkpoints:
             learner.restore(folder)
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(own)
+        torch.set_rng_state(torch_state)
         return state
 
     def _complete(self) -> list[Path]:
@@ -253,20 +253,20 @@ def try_checkpoint(
 
 def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
     # Weights, moments and the exported weights, in fp32 at most.
-    each = 16 * parameters
-    there = len(list((config.run_dir / "checkpoints").glob("step-*")))
+    size = 16 * parameters
+    existing = len(list((config.run_dir / "checkpoints").glob("step-*")))
     intervals = [n for n in (config.checkpoint.every_steps, config.evaluation.every_steps) if n]
-    both, before = len(intervals) == 2, config.steps - 1
-    written = 1 + sum(before // n for n in intervals) - both * (before // math.lcm(*intervals))
-    # The newest ones, one that is being written, and the best one, where others may follow it.
+    both, steps = len(intervals) == 2, config.steps - 1
+    written = 1 + sum(steps // n for n in intervals) - both * (steps // math.lcm(*intervals))
+    # The newest, the one being written, and the best, where newer ones may follow it.
     kept = config.checkpoint.keep + 1 + both
-    needed = max(1, min(kept - there, written)) * each
+    needed = max(1, min(kept - existing, written)) * size
     free = shutil.disk_usage(folder).free
     if needed > free:
         fewer = f"a lower checkpoint.keep than {config.checkpoint.keep}, or "
         raise InputError(
             f"run_dir={str(config.run_dir)!r}: {free / 2**30:.1f} GiB are free there, and"
-            f" checkpoints of {each / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected"
+            f" checkpoints of {size / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected"
             f" {fewer if config.checkpoint.keep > 1 else ''}another disk"
         )
 
@@ -292,7 +292,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Turn any error, of which a damaged checkpoint raises many, into `InputError`."""
+    """Turn any error into `InputError`: a damaged checkpoint raises many kinds."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
@@ -304,16 +304,16 @@ def _readable(folder: Path) -> Iterator[None]:
 def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
     with _readable(folder):
         state = json.loads((folder / _STATE).read_text("utf-8"))
-        made_by, saved, trained_on = state.get("format", 0), state["config"], state["prompts"]
-    if made_by > _FORMAT:
+        version, saved, trained_on = state.get("format", 0), state["config"], state["prompts"]
+    if version > _FORMAT:
         raise InputError(
             f"{folder} was made by a later version of sparrow-sglang: upgrade to go on from it"
         )
     whole, chosen = config.model_dump(mode="json"), config.model_dump(exclude_defaults=True)
     for key, before, now in _differences(saved, whole, chosen):
         # The tasks of a mix read files as well.
-        place = _OF_A_MIX.sub("task.", key) if config.task.name == "mix" else key
-        if not any(place == free or place.startswith(f"{free}.") for free in _FREE):
+        name = _OF_A_MIX.sub("task.", key) if config.task.name == "mix" else key
+        if not any(name == free or name.startswith(f"{free}.") for free in _FREE):
             raise InputError(
                 f"{key}={now!r}: expected {before!r}, as in the run in {folder.parents[1]}, or a"
                 f" new run_dir. Free to change are {', '.join(_FREE[1:])}"

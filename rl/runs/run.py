@@ -31,38 +31,38 @@ which a terminal has sent to the process as well."""
 
 
 class Stopped(SystemExit):
-    """The process was asked to end; its exit code is 128 + the signal's number."""
+    """The process received a signal to end; its exit code is 128 + the signal's number."""
 
 
 class Termination:
-    """How `Stopped` is raised in the main thread on SIGTERM and SIGINT. A second SIGINT does not
-    wait for a block that holds it back; `at_once` is then set, and nothing is saved any more. Other
-    further signals change nothing, as schedulers send several. `Stopped` is a SystemExit, because
+    """Raises `Stopped` in the main thread on SIGTERM and SIGINT. A second SIGINT does not wait for
+    a block that holds it back; `at_once` is then set, and nothing more is saved. Other further
+    signals change nothing, as schedulers send several. `Stopped` is a SystemExit, because
     asyncio keeps other exceptions in the task in which they are raised."""
 
     def __init__(self) -> None:
         self.at_once = False
         self._held = ""
-        self._asked: int | None = None
-        self._asked_at = 0.0
+        self._received: int | None = None
+        self._received_at = 0.0
 
     @contextmanager
     def held_back(self, doing: str) -> Iterator[None]:
         """Delay `Stopped` until the block, which does `doing`, has ended."""
-        before, self._held = self._held, self._held or doing
+        outer, self._held = self._held, self._held or doing
         try:
             yield
         finally:
-            self._held = before
-        if self._asked is not None and not self._held:
-            raise Stopped(128 + self._asked)
+            self._held = outer
+        if self._received is not None and not self._held:
+            raise Stopped(128 + self._received)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        again = number == self._asked == signal.SIGINT and now - self._asked_at >= AGAIN_S
-        first, self._asked = self._asked is None, number
+        again = number == self._received == signal.SIGINT and now - self._received_at >= AGAIN_S
+        first, self._received = self._received is None, number
         if first:
-            self._asked_at = now
+            self._received_at = now
         if again:
             self.at_once = True
         elif not first:
@@ -203,8 +203,8 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         except BaseException as error:
             try:
                 run.save()
-            except (TrainersLost, OSError) as lost:
-                raise error from lost
+            except (TrainersLost, OSError) as unsaved:
+                raise error from unsaved
             raise
         run.save()
 
@@ -217,10 +217,9 @@ def record_start(
     device: str | None = None,
 ) -> None:
     """Record in run.json that a run starts after `step` steps. `engine` has "auto" replaced by the
-    name of `schedule`. Entries of starts whose steps are all taken again are dropped, as are their
-    rows of metrics."""
+    name of `schedule`. Starts whose steps are all repeated are dropped, as are their metrics."""
     resolved = config.model_copy(update={"engine": engine})
-    start = {
+    new = {
         "step": step,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(device),
@@ -229,8 +228,8 @@ def record_start(
         "config": resolved.model_dump(mode="json"),
     }
     path = config.run_dir / RUN_FILE
-    earlier = [before for before in read_starts(path) if before["step"] < step]
-    write_json(path, {"starts": [*earlier, start]})
+    earlier = [start for start in read_starts(path) if start["step"] < step]
+    write_json(path, {"starts": [*earlier, new]})
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

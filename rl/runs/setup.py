@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
@@ -87,7 +87,7 @@ def prepare(config: TrainConfig) -> Setup:
     """Raises `InputError`, `ScheduleError` or `ModelError` on what does not exist or fit."""
     _check_settings(config)
     model_path = model_folder(config.model.path)
-    tokenizer, model_config = _loaded(config, model_path)
+    tokenizer, model_config = _load_configs(config, model_path)
     schedule = _schedule(config, model_config)
     # A template that prints the date gives a resumed run the prompts of its first day.
     variables = {"strftime_now": _first_day(config).strftime} | config.task.chat_template_kwargs
@@ -116,24 +116,13 @@ def prepare(config: TrainConfig) -> Setup:
         engine = engine.model_copy(update={"schedule": schedule.name})
     notes = []
     left_out = len(task.train) - len(train)
-    left_out += sum(len(sets[name]) - len(kept) for name, kept in heldout.items())
+    left_out += sum(len(sets[name]) - len(short) for name, short in heldout.items())
     if left_out:
         limit = config.rollout.max_prompt_tokens
         notes.append(f"{left_out} prompts are longer than {limit} tokens and left out")
     notes += task.notes
-    if engine.lossless:
-        notes.append("rollouts are the policy's own: engine.lossless = true")
-    elif schedule is None:
-        notes.append("rollouts are dense: engine.schedule = 'dense'")
-    else:
-        if schedule.is_foreign(model_config):
-            notes.append(f"schedule {schedule.name}: {schedule.calibration(model_config)}")
-        longest = max(len(prompt.input_ids) for prompt in train) + config.rollout.max_new_tokens
-        if longest <= (dense := schedule.first_sparse_length() - 1):
-            notes.append(
-                f"nothing will be decoded sparsely: the budgets of {schedule.name} hold sequences"
-                f" of up to {dense:,} tokens, and prompts with responses have at most {longest:,}"
-            )
+    longest = max(len(prompt.input_ids) for prompt in train) + config.rollout.max_new_tokens
+    notes += _rollout_notes(engine, schedule, model_config, longest)
     return Setup(
         model_path,
         tokenizer,
@@ -147,27 +136,45 @@ def prepare(config: TrainConfig) -> Setup:
     )
 
 
-def _loaded(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
+def _load_configs(config: TrainConfig, model_path: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from sparrow_sglang.rl.policy.dense_policy import unsupported
 
-    asked = f"model.path={config.model.path!r}"
+    setting = f"model.path={config.model.path!r}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model_config = AutoConfig.from_pretrained(model_path)
     except Exception as error:  # transformers raises anything on a config that it does not expect
         raise _unusable(config, model_path, error) from None
     if problem := unsupported(model_config):
-        raise InputError(f"{asked}: {problem}")
+        raise InputError(f"{setting}: {problem}")
     if tokenizer.chat_template is None:
         raise InputError(
-            f"{asked}: its tokenizer has no chat template; expected chat_template.jinja"
+            f"{setting}: its tokenizer has no chat template; expected chat_template.jinja"
         )
     for name in config.task.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise InputError(f"task.chat_template_kwargs.{name} is not in the chat template")
     return tokenizer, model_config
+
+
+def _rollout_notes(
+    engine: EngineConfig, schedule: BudgetSchedule | None, model_config: Any, longest: int
+) -> Iterator[str]:
+    """How rollouts of up to `longest` tokens, prompts included, are decoded."""
+    if engine.lossless:
+        yield "rollouts are the policy's own: engine.lossless = true"
+    elif schedule is None:
+        yield "rollouts are dense: engine.schedule = 'dense'"
+    else:
+        if schedule.is_foreign(model_config):
+            yield f"schedule {schedule.name}: {schedule.describe_calibration(model_config)}"
+        if longest <= (dense := schedule.first_sparse_length() - 1):
+            yield (
+                f"nothing will be decoded sparsely: the budgets of {schedule.name} hold sequences"
+                f" of up to {dense:,} tokens, and prompts with responses have at most {longest:,}"
+            )
 
 
 def _first_day(config: TrainConfig) -> datetime:
@@ -187,12 +194,12 @@ def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) ->
     if not prompts:
         remedy = "" if which == "training" else ", or evaluation.every_steps = 0"
         raise InputError(f"task.name={name!r} has no {which} prompts: expected one or more{remedy}")
-    kept = tuple(prompt for prompt in prompts if len(prompt.input_ids) <= limit)
-    if not kept:
+    short = tuple(prompt for prompt in prompts if len(prompt.input_ids) <= limit)
+    if not short:
         raise InputError(
             f"rollout.max_prompt_tokens={limit}: no {which} prompt of task {name!r} is that short"
         )
-    return kept
+    return short
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -112,7 +112,7 @@ def parser_for(named: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 if it failed, 2 if the command line is wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    noise.leave_out()
+    noise.suppress()
     command, *rest = arguments or [""]
     title, module = f"sparrow {command}", f"sparrow_sglang.commands.{command}"
     passed_on = command == "serve" or (command == "doctor" and not {"-h", "--help"} & set(rest))

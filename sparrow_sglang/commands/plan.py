@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     drafting = drafts if args.schedule == AUTO else schedule
     plan = Plan(shape, schedule, drafting, args.gpu, args.batch)
     lengths = _lengths(args.length, config)
-    state = schedule.calibration(config) if schedule.calibrated else "not calibrated"
+    state = schedule.describe_calibration(config) if schedule.calibrated else "not calibrated"
     print(
         f"{name}, schedule {schedule.name} ({state}), batch of {args.batch} on"
         f" {args.gpu.upper()}: {plan.verdict(lengths)}\n"

@@ -29,7 +29,7 @@ from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
 from sparrow_sglang.schedule import PAGE_SIZE
-from sparrow_sglang.schedule_names import AUTO, load_schedule, named_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model, schedule_spec
 from sparrow_sglang.sglang_arguments import (
     config_file_merger,
     read_model_config,
@@ -156,19 +156,19 @@ def _ready_lines(server_args: "ServerArgs") -> str:
 def with_defaults(argv: Sequence[str]) -> list[str]:
     """`argv` with our defaults in front, where the user's flags override them, and the folder of an
     embedded model, which is converted if necessary, at the end. Raises `ModelError`."""
-    given: list[str] = []
+    flags: list[str] = []
     for word in argv:
         # SGLang knows the two words only, and would ignore the file silently.
-        given += word.split("=", 1) if word.startswith("--config=") else [word]
-    if given and not given[0].startswith("-"):
-        given.insert(0, _MODEL_FLAGS[0])
-    model = _value(given, *_MODEL_FLAGS) or (None if "--config" in given else EMBEDDED_MODEL_NAME)
+        flags += word.split("=", 1) if word.startswith("--config=") else [word]
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, _MODEL_FLAGS[0])
+    model = _value(flags, *_MODEL_FLAGS) or (None if "--config" in flags else EMBEDDED_MODEL_NAME)
     defaults = ["--attention-backend", BACKEND, "--log-level", "warning"]
     folder = model and model_folder(model)
     if folder is None or folder == model:
-        return defaults + given
+        return defaults + flags
     # Clients request the model by its name and not by a path in somebody's cache.
-    return [*defaults, "--served-model-name", str(model), *given, _MODEL_FLAGS[0], folder]
+    return [*defaults, "--served-model-name", str(model), *flags, _MODEL_FLAGS[0], folder]
 
 
 def check_flags(arguments: Sequence[str]) -> None:
@@ -231,8 +231,8 @@ def check_model(arguments: Sequence[str]) -> None:
         config = None
     page_size = int(_value(arguments, "--page-size") or PAGE_SIZE)
     lossless = (_value(arguments, "--speculative-algorithm") or "").upper() == LOSSLESS
-    name = named_schedule(_value(arguments, "--sparrow-schedule"), lossless)
-    schedule = load_schedule(name, page_size) if name != AUTO else None
+    spec = schedule_spec(_value(arguments, "--sparrow-schedule"), lossless)
+    schedule = load_schedule(spec, page_size) if spec != AUTO else None
     if config is not None:
         (schedule or schedule_for_model(config, page_size)).for_model(config)
 
@@ -245,8 +245,8 @@ def parse_server_args(arguments: Sequence[str]) -> "ServerArgs":
         try:
             # SGLang would put the file's flags in front of our defaults, which override them.
             start = full.index("--log-level") + 2
-            own = config_file_merger(_sglang_parser()).merge_config_with_args(full[start:])
-            full = full[:start] + own
+            merged = config_file_merger(_sglang_parser()).merge_config_with_args(full[start:])
+            full = full[:start] + merged
         except ValueError as error:
             raise InputError(f"--config: {error}") from error
     model_path = _sglang_parser().parse_args(full).model_path
@@ -259,7 +259,7 @@ def parse_server_args(arguments: Sequence[str]) -> "ServerArgs":
         copy.deepcopy(server_args).check_server_args()
         return server_args
     except AssertionError as error:
-        # Some assertions have no message but what they state.
+        # Some assertions have no message; their source line says what they require.
         stated = traceback.extract_tb(error.__traceback__)[-1].line
         message = " ".join(str(error).split()) or f"SGLang refuses these flags: {stated}"
         raise InputError(message) from error

@@ -28,8 +28,8 @@ def collapse_alarm(rows: Sequence[Mapping[str, float]]) -> bool | None:
     if len(known) < 2 * WINDOW:
         return None
 
-    def mean(name: str, some: Sequence[Mapping[str, float]]) -> float:
-        return sum(row[name] for row in some) / len(some)
+    def mean(name: str, window: Sequence[Mapping[str, float]]) -> float:
+        return sum(row[name] for row in window) / len(window)
 
     first, latest = known[:WINDOW], known[-WINDOW:]
     return (

@@ -55,16 +55,16 @@ class TailStatistics:
         `token_bins`; `alpha` [T] are acceptance rates. Raises `ValueError` if lengths differ, a bin
         is below -1 or a rate is outside [0, 1]."""
         rates = _checked_alpha(alpha)
-        of_tokens = np.asarray(bins, dtype=np.int64)
-        if of_tokens.shape != rates.shape or (of_tokens < NOT_COUNTED).any():
-            shapes = of_tokens.shape, rates.shape
+        bin_of_token = np.asarray(bins, dtype=np.int64)
+        if bin_of_token.shape != rates.shape or (bin_of_token < NOT_COUNTED).any():
+            shapes = bin_of_token.shape, rates.shape
             raise ValueError(f"bins, alpha {shapes}: expected [T] and bins >= {NOT_COUNTED}")
         row = zlib.crc32(cluster.encode()) % _GROUPS
-        for index in np.unique(of_tokens[of_tokens != NOT_COUNTED]).tolist():
+        for index in np.unique(bin_of_token[bin_of_token != NOT_COUNTED]).tolist():
             if index not in self._counts:
                 self._counts[index] = np.zeros((_GROUPS, _STEPS + 1), dtype=np.uint32)
                 self._sums[index] = 0.0
-            inside = rates[of_tokens == index]
+            inside = rates[bin_of_token == index]
             cells = np.rint(inside * _STEPS).astype(np.int64)
             self._counts[index][row] += np.bincount(cells, minlength=_STEPS + 1).astype(np.uint32)
             self._sums[index] += float(inside.sum())

@@ -211,7 +211,7 @@ async def _require_agreement(
 def _answer(active: BudgetSchedule, previous: BudgetSchedule, hf_config: Any) -> dict[str, Any]:
     warning = None
     if active.is_foreign(hf_config):
-        warning = f"schedule {active.name} is {active.calibration(hf_config)}"
+        warning = f"schedule {active.name} is {active.describe_calibration(hf_config)}"
     return {"schedule": _fields(active), "previous": _fields(previous), "warning": warning}
 
 

@@ -15,9 +15,9 @@ CPU_PLATFORM = "sparrow_sglang.plugin.cpu.platform:SparrowCpuPlatform"
 
 def activate() -> str | None:
     """Qualified name of the CPU platform, or None where SGLang has a platform of its own."""
-    noise.leave_out_if_asked()
+    noise.suppress_if_inherited()
     server_args.install_on_import()
-    # The variable asks for SGLang's own CPU engine, which needs Intel AMX.
+    # The variable selects SGLang's own CPU engine, which needs Intel AMX.
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or has_accelerator():
         return None
     return CPU_PLATFORM

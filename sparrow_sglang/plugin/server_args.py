@@ -33,7 +33,7 @@ from sparrow_sglang.plugin.refusals import (
 )
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import AUTO, load_schedule, named_schedule, schedule_for_model
+from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model, schedule_spec
 from sparrow_sglang.sglang_arguments import (
     ServerField,
     add_server_fields,
@@ -90,10 +90,10 @@ logger = logging.getLogger(__name__)
 def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> BudgetSchedule:
     """The schedule with which a server starts. Raises `ScheduleError`."""
     view = resolved(server_args)
-    name = named_schedule(getattr(server_args, FIELD), is_lossless(view))
-    if name == AUTO:
+    spec = schedule_spec(getattr(server_args, FIELD), is_lossless(view))
+    if spec == AUTO:
         return schedule_for_model(hf_config, view.page_size).for_model(hf_config)
-    return load_schedule(name, view.page_size).for_model(hf_config)
+    return load_schedule(spec, view.page_size).for_model(hf_config)
 
 
 def engine_arguments(text: str, reserved: Sequence[str] = ()) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def describe(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> st
             layers += f", {kind} in {len(found)} of {num_layers_of(hf_config)} layers"
     # With lossless decoding no schedule changes the answers.
     drafts = lossless and not schedule.calibrated
-    state = "needs no calibration" if drafts else schedule.calibration(hf_config)
+    state = "needs no calibration" if drafts else schedule.describe_calibration(hf_config)
     line = (
         f"schedule {schedule.name} ({state}): KV budget {budgets[0]}..{budgets[-1]} tokens,"
         f" sparse from {schedule.first_sparse_length()} tokens on, page size {schedule.page_size},"

@@ -15,8 +15,8 @@ from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
 from sparrow_sglang.schedule_names import (
     known_schedules,
     load_schedule,
-    named_schedule,
     schedule_for_model,
+    schedule_spec,
 )
 
 VALID: dict[str, Any] = {
@@ -124,7 +124,7 @@ def test_the_twenty_published_schedules_and_the_embedded_models_ship() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_embedded_models_calibrated_rule_fits_it(target: str) -> None:
     schedule = load_schedule(f"smollm2-135m-int4-{target}", 16)
-    assert schedule.calibration(SMOLLM2) == "calibrated"
+    assert schedule.describe_calibration(SMOLLM2) == "calibrated"
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     assert schedule.for_model(SMOLLM2 | heads) == schedule
 
@@ -220,8 +220,8 @@ def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
         (QWEN3_4B, "calibrated for Qwen3-8B, not for this model"),
         (SMOLLM2, "calibrated for Qwen3-8B, not for this model"),
     ]:
-        assert shipped.calibration(config) == expected
-        assert shipped.calibration(SimpleNamespace(**config)) == expected
+        assert shipped.describe_calibration(config) == expected
+        assert shipped.describe_calibration(SimpleNamespace(**config)) == expected
     # DeepSeek-R1-Distill-Qwen-1.5B has this shape, too.
     distilled = CODER | {"max_position_embeddings": 131072}
     assert not load_schedule("qwen2.5-coder-1.5b-0.86", 16).matches(distilled)
@@ -229,8 +229,8 @@ def test_a_schedule_says_which_model_it_was_calibrated_for() -> None:
     thin = BudgetSchedule(
         **fields | {"provenance": {"bins": [{"basis": "measured", "tokens": 46}]}}
     )
-    assert "thin" in thin.calibration(QWEN3_4B)
-    assert BudgetSchedule.fixed(512).calibration(QWEN3_4B) == "NOT calibrated"
+    assert "thin" in thin.describe_calibration(QWEN3_4B)
+    assert BudgetSchedule.fixed(512).describe_calibration(QWEN3_4B) == "NOT calibrated"
 
 
 @pytest.mark.parametrize(
@@ -273,12 +273,12 @@ def test_the_flag_comes_before_the_variable_and_this_before_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARROW_SCHEDULE", "from-variable")
-    assert named_schedule("from-flag", False) == "from-flag"
-    assert named_schedule(None, False) == "from-variable"
+    assert schedule_spec("from-flag", False) == "from-flag"
+    assert schedule_spec(None, False) == "from-variable"
     monkeypatch.setenv("SPARROW_SCHEDULE", "")
-    assert named_schedule(None, False) == "auto"
+    assert schedule_spec(None, False) == "auto"
     monkeypatch.delenv("SPARROW_SCHEDULE")
-    assert named_schedule(None, False) == "auto"
+    assert schedule_spec(None, False) == "auto"
 
 
 # -- own files
