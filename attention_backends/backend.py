@@ -135,7 +135,8 @@ class SparrowAttnBackend(AttentionBackend):
         hf_config = model_runner.model_config.hf_config
         not_sparse = [layer_id for layer_id in held if layer_id not in self.landmarks]
         self.stock_layers = frozenset(not_sparse if window_layers(hf_config) else ())
-        # SGLang would copy keys and values of this dtype unchanged, so selection can store them.
+        # SGLang would copy keys and values of this dtype unchanged, so selection can store them. To
+        # pools beside those of windows SGLang writes itself.
         self._copied_dtype = pool.dtype if on_cuda and not self.stock_layers else None
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token

@@ -247,11 +247,7 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("page", "dim", "dtype", "pairs"),
-    [
-        (32, 128, FP16, None),
-        (64, 256, BF16, None),
-        (16, 80, FP16, 40),
-    ],
+    [(32, 128, FP16, None), (64, 256, BF16, None), (16, 80, FP16, 40)],
 )
 def test_int4_landmarks_of_a_prefill_and_of_the_page_just_filled(
     device: str, page: int, dim: int, dtype: torch.dtype, pairs: int | None

@@ -149,7 +149,11 @@ class StepCase:
         """Prefill all but the last token of each request, then decode it in each layer."""
         landmarks = self.prefill(step)
         step.plan_decode(self.pool.rows, self.pool.lengths, self.pool.lengths.cpu())
-        return self.decode(step, landmarks)
+        outputs = self.decode(step, landmarks)
+        full = self.last[self.pool.lengths % self.schedule.page_size == 0]
+        for written in landmarks.values():
+            assert written.at(full // self.schedule.page_size).values().isfinite().all()
+        return outputs
 
     def prefill(self, step: Step) -> dict[int, Landmarks]:
         """Landmarks of the sparse layers, of a prefill in two chunks."""
