@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.command_line import OneLineParser, at_least, exit_on_sigterm
+from sparrow_sglang.command_line import OneLineParser, at_least
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, MAX_DRAFT_TOKENS
+from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedule import PAGE_SIZE
 
@@ -124,16 +125,16 @@ def backend_of(engine: Any) -> str:
 def require_cuda(devices: int = 1) -> None:
     import torch
 
-    if (found := torch.cuda.device_count()) < devices:
+    if (count := torch.cuda.device_count()) < devices:
         raise InputError(
-            f"{found or 'no'} CUDA device found; expected {devices}; `sparrow plan` predicts step"
+            f"{count or 'no'} CUDA device found; expected {devices}; `sparrow plan` predicts step"
             " times without a GPU"
         )
 
 
 def begin(options: argparse.Namespace, **fields: Any) -> None:
-    """Write `--out` without rows yet, as minutes of measuring would be lost to a wrong path. From
-    now on SIGTERM (which `timeout` sends) raises SystemExit, so that child processes are ended."""
+    """Write `--out` without rows, so that a wrong path fails before minutes of measuring; then
+    `exit_on_sigterm`."""
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()

@@ -35,13 +35,13 @@ from sparrow_sglang.benchmarks.common import (
 )
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import at_least, count
-from sparrow_sglang.environment import exported
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
+from sparrow_sglang.processes import exported
 from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
 from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
 

@@ -40,7 +40,6 @@ from sparrow_sglang.benchmarks.common import (
 from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count
-from sparrow_sglang.environment import exported
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
@@ -48,6 +47,7 @@ from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.plugin.state import require_server_state
+from sparrow_sglang.processes import exported
 from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
 from sparrow_sglang.schedule_names import load_schedule
 

@@ -13,8 +13,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 from sparrow_sglang import noise
-from sparrow_sglang.command_line import at_least, exit_on_sigterm
+from sparrow_sglang.command_line import at_least
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
+from sparrow_sglang.processes import exit_on_sigterm
 
 TRAINING = Path(__file__).with_name("story_smollm2.toml")
 SCHEDULE = f"{EMBEDDED_MODEL_NAME}-0.86"

@@ -49,11 +49,7 @@ Name = Annotated[str, Field(min_length=1)]
 class Section(BaseModel):
     # Without `strict`, `steps = true` would mean one step, and "16" would be taken as a number.
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        strict=True,
-        allow_inf_nan=False,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True, allow_inf_nan=False
     )
 
 

@@ -134,10 +134,7 @@ class SparseAdapter:
                 weight.copy_(values)
 
     def step(
-        self,
-        sequences: Sequence[TokenSequence],
-        schedule: BudgetSchedule,
-        temperature: float = 1.0,
+        self, sequences: Sequence[TokenSequence], schedule: BudgetSchedule, temperature: float = 1.0
     ) -> dict[str, float]:
         """One optimizer step on KL(sparse || dense), a mean over response tokens, plus `entropy`
         times the squared mean entropy gap, both at `temperature`. The dense side is the policy as

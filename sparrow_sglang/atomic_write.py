@@ -19,9 +19,9 @@ _DEEP_NUMBERS = re.compile(r"\[\n {5}\d+(,\n {5}\d+)*\n {4}\]")
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A path for the block to write a file or a folder to, which then takes the place of `target`.
-    The folder of `target` is made if needed. If the block or the renaming raises, `target` is as it
-    was and the draft is gone. Several processes may write the same target; the last one stays."""
+    """A path for the block to write a file or a folder to, which then replaces `target`. The folder
+    of `target` is created if needed. If the block or the renaming raises, `target` is unchanged and
+    the draft is deleted. Several processes may write the same target; the last one wins."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
         draft = Path(folder) / target.name
@@ -57,11 +57,8 @@ def write_text(target: Path, content: str) -> None:
 def write_json(target: Path, value: Any) -> None:
     """Write indented JSON, with each deep list of integers on one line. Raises `OSError`."""
     text = json.dumps(value, indent=1) + "\n"
-    write_text(target, _DEEP_NUMBERS.sub(_on_one_line, text))
-
-
-def _on_one_line(numbers: re.Match[str]) -> str:
-    return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
+    joined = _DEEP_NUMBERS.sub(lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)
+    write_text(target, joined)
 
 
 def _flush(path: Path) -> None:

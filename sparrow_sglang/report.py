@@ -24,13 +24,7 @@ from sparrow_sglang.command_line import table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
-from sparrow_sglang.run_folder import (
-    METRICS_FILE,
-    RESPONSES_FILE,
-    RUN_FILE,
-    read_rows,
-    read_starts,
-)
+from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE, RUN_FILE, read_rows, read_starts
 from sparrow_sglang.schedule import BudgetSchedule
 
 Row = Mapping[str, Any]

@@ -1,5 +1,5 @@
-"""The folder of a training run: names of its files, and how to read them. `rl` writes them, and
-`report` and `benchmarks` read them."""
+"""The folder of a training run: names of its files, and how to read them. `rl` writes them,
+`report` reads them."""
 
 import json
 from pathlib import Path

@@ -154,7 +154,7 @@ class BudgetSchedule(BaseModel):
     def least_pages(self) -> int:
         return self.sink_pages + self.recent_pages
 
-    def layer_budgets(self, weight: float = 1.0, cap: int | None = None) -> NDArray[np.int64]:
+    def layer_budgets(self, weight: float, cap: int | None) -> NDArray[np.int64]:
         """Total budget in pages of a sparse layer of this weight, [bins]; `cap` is in tokens."""
         budgets = np.array(self.budget_pages)
         if cap is not None:
@@ -162,7 +162,7 @@ class BudgetSchedule(BaseModel):
         return weighted_pages(budgets, weight, self.least_pages)
 
     def pages_read(
-        self, pages: ArrayLike, weight: float = 1.0, cap: int | None = None
+        self, pages: ArrayLike, weight: float, cap: int | None = None
     ) -> NDArray[np.int64]:
         """Pages that a sparse layer of this weight reads of `pages` cached ones, in their shape."""
         cached = np.asarray(pages, dtype=np.int64)

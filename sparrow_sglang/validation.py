@@ -23,9 +23,7 @@ def unknown_key(key: object, known: Iterable[str]) -> str:
     return f"unknown key {quoted(key, 60)}: {hint}"
 
 
-def first_problem(
-    error: ValidationError, model: type[BaseModel] = BaseModel, prefix: str = ""
-) -> str:
+def first_problem(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
     """The first of pydantic's errors about `model`, an unknown key before all others. `prefix`
     names the section that the values lie in."""
     problems = error.errors(include_url=False)

@@ -32,8 +32,10 @@ def rows_of(files: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, fl
             shape = model_shape(row["model"], row.get("kv_cache_dtype") or "auto")
             schedule = None
             if row["schedule"]:
-                own = ROOT / "benchmarks" / "schedules" / Path(row["schedule"]).name
-                schedule = load_schedule(str(own) if own.exists() else row["schedule"], 16)
+                measured = ROOT / "benchmarks" / "schedules" / Path(row["schedule"]).name
+                schedule = load_schedule(
+                    str(measured) if measured.exists() else row["schedule"], 16
+                )
                 schedule = schedule.for_model(model_config(row["model"]))
             size = row["batch"], row["cached_tokens"] // row["batch"]
             yield row, step_terms(shape, Path(file).parent.name, *size, schedule)

@@ -35,9 +35,9 @@ def main(words: list[str]) -> int:
     chosen = [each for each in listed if all(w in each["name"] + each["file"] for w in words)]
     missed = 0
     for each in chosen:
-        found = outcome(ROOT / each["file"], each["old"], each["new"], each["tests"])
-        missed += found != "noticed"
-        print(f"{found:9}  {each['file']}: {each['name']}", flush=True)
+        result = outcome(ROOT / each["file"], each["old"], each["new"], each["tests"])
+        missed += result != "noticed"
+        print(f"{result:9}  {each['file']}: {each['name']}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} noticed")
     return int(missed > 0 or not chosen)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from sparrow_sglang.command_line import replace_signal_handlers
 from sparrow_sglang.plugin.adapters import load_adapter
 from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.plugin.state import require_server_state
+from sparrow_sglang.processes import replace_signal_handlers
 from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
 from sparrow_sglang.rl.rollout import (
     EngineDied,

@@ -28,7 +28,7 @@ def token_logprobs(
     return result
 
 
-def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
     """hidden [n, H] @ weight.T [H, V] / temperature in fp32, differentiable in `hidden`."""
     result: torch.Tensor = _Logits.apply(hidden, weight, temperature)
     return result
@@ -72,7 +72,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: torch.Tensor,
         tokens: torch.Tensor,
         temperature: float,
-        wants_entropies: bool,
+        with_entropies: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         projection, rows = weight.to(hidden.dtype).t(), _rows_at_once(weight)
         parts, normalisers, entropies = [], [], [hidden.new_empty(0)]
@@ -82,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
             normaliser = logits.logsumexp(1)
             parts.append(logits.gather(1, chosen[:, None]).squeeze(1) - normaliser)
             normalisers.append(normaliser)
-            if wants_entropies:
+            if with_entropies:
                 logits.sub_(normaliser[:, None])
                 # If an exp underflows to 0, so does its product with a log-prob of at least -1e38.
                 entropies.append(-logits.exp().mul_(logits).sum(1))

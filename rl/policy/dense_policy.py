@@ -213,19 +213,11 @@ class DensePolicy:
         return list(logprobs.split(counts)), list(entropies.split(counts))
 
     def _logprobs(
-        self,
-        packed: Packed,
-        temperature: float,
-        entropies: bool,
-        rule: SparseRule | None = None,
+        self, packed: Packed, temperature: float, entropies: bool, rule: SparseRule | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.gathered(
             lambda: token_logprobs(
-                self.hidden(packed, rule),
-                self.head,
-                packed.targets,
-                temperature,
-                entropies,
+                self.hidden(packed, rule), self.head, packed.targets, temperature, entropies
             )
         )
 

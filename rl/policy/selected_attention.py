@@ -31,13 +31,7 @@ def attend_by_blocks(
     attend = _compiled() if query.is_cuda else flex_attention
     tiles = _SMALL_HEAD_TILES if query.is_cuda and query.shape[3] <= _SMALL_HEAD_DIM else None
     out = attend(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scaling,
-        enable_gqa=True,
-        kernel_options=tiles,
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=True, kernel_options=tiles
     )
     assert isinstance(out, torch.Tensor), "no log-sum-exp was requested"
     return out

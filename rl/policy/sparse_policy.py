@@ -102,11 +102,7 @@ MASK_ROWS = 512
 
 # Not cuDNN, which torch 2.11 takes by default on an H100 or H200: with a mask of some widths its
 # backward pass gives NaN (github.com/pytorch/pytorch/issues/196678).
-_TRUSTED_WITH_MASKS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_TRUSTED_WITH_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -268,9 +264,7 @@ def attend_by_rows(
 
 
 def page_scores(
-    query: torch.Tensor,
-    landmarks: torch.Tensor,
-    pairs: torch.Tensor | None,
+    query: torch.Tensor, landmarks: torch.Tensor, pairs: torch.Tensor | None
 ) -> torch.Tensor:
     """`reference.score_pages` of full pages: fp32 [S, Hkv, R, pages], with gradient, of `query` [S,
     Hq, R, D] and `landmarks` [S, Hkv, pages, M, C]."""

@@ -154,11 +154,11 @@ def run_contained(
     over before. Fewer if inputs or outputs are large, or the program ends its container. Raises
     `SandboxError` if the container does not start or a tool is missing."""
     deadline = time.monotonic() + seconds
-    # The harness has to hold them in the memory that the program may take.
+    # The harness holds them in the memory allowed to the program.
     small = sum(size <= MAX_INPUT for size in accumulate(map(len, inputs)))
     inputs = inputs[: max(1, small)]
-    asked = json.dumps([PROGRAM, inputs, limits.wall_clock_s, limits.disk_bytes])
-    files = [_file(text) for text in (source, _HARNESS, asked, "")]
+    request = json.dumps([PROGRAM, inputs, limits.wall_clock_s, limits.disk_bytes])
+    files = [_file(text) for text in (source, _HARNESS, request, "")]
     try:
         process = subprocess.Popen(
             [*_container(*files[:2]), *_limited(limits), *_interpreter()[0], HARNESS],
@@ -194,7 +194,7 @@ def _results(
     pipe, buffer = process.stdout.fileno(), bytearray()
 
     def next_line(limit: float) -> bytes | None:
-        """Empty at the end; None if none comes in time."""
+        """Empty at the end of the pipe; None if none arrives in time."""
         until = min(time.monotonic() + limit, deadline)
         while (end := buffer.find(b"\n")) < 0:
             if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:

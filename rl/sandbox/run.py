@@ -17,7 +17,7 @@ from sparrow_sglang.rl.sandbox.bubblewrap import (
 
 BUBBLEWRAP = "bubblewrap"
 _PATH = "/run_code"
-# Time for a request beyond the program's own, in which it may wait for its turn.
+# Time for a request beyond the program's own, spent waiting in the server's queue.
 QUEUE_S = 30.0
 ATTEMPTS, PAUSE_S = 3, 0.5
 _TRY_AGAIN = (429, 502, 503, 504)
@@ -34,7 +34,7 @@ def run_inputs(
 ) -> list[SandboxResult]:
     """Run `source` on the first of these inputs for stdin; one result at least, unless `seconds`
     are over before. `sandbox` may be the URL of a server, with or without "/run_code", which runs
-    one input, and is asked again within `seconds` if it is busy or unreachable. Raises
+    one input; requests are retried within `seconds` if it is busy or unreachable. Raises
     `SandboxError`."""
     if sandbox == BUBBLEWRAP:
         return run_contained(source, inputs, limits, seconds)
@@ -47,12 +47,12 @@ def run_inputs(
         "memory_limit_MB": limits.memory_bytes >> 20,
     }
     address = sandbox.removesuffix("/").removesuffix(_PATH) + _PATH
-    answer = _post(address, body, limits.wall_clock_s + QUEUE_S, time.monotonic() + seconds)
-    if answer is None:
+    reply = _post(address, body, limits.wall_clock_s + QUEUE_S, time.monotonic() + seconds)
+    if reply is None:
         return []
-    result = answer.get("run_result") or {}
-    if answer.get("status") not in ("Success", "Failed") or "status" not in result:
-        reason = answer.get("message") or answer
+    result = reply.get("run_result") or {}
+    if reply.get("status") not in ("Success", "Failed") or "status" not in result:
+        reason = reply.get("message") or reply
         raise SandboxError(f"{sandbox}: no result of the program: {reason}")
     code = result.get("return_code")
     if result["status"] == "TimeLimitExceeded":
@@ -72,12 +72,12 @@ def _post(
             return None
         try:
             response = httpx.post(url, json=body, timeout=min(left, patience))
-            answer = response.json() if response.is_success else None
+            reply = response.json() if response.is_success else None
         except (httpx.TransportError, ValueError) as error:
             problem = error
         else:
-            if isinstance(answer, dict):
-                return answer
+            if isinstance(reply, dict):
+                return reply
             problem = f"status {response.status_code} {response.reason_phrase}, no JSON object"
             if response.status_code not in _TRY_AGAIN:
                 break

@@ -9,7 +9,7 @@ _END_OF_THINKING = re.compile(r"</think(?:ing)?>")
 _THINKING = re.compile(r"<think(?:ing)?>")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
-# What may stand between boxes that make one answer together, as in "$\boxed{1}$ and $\boxed{2}$".
+# What may separate boxes that form one answer, as in "$\boxed{1}$ and $\boxed{2}$".
 _GAP = r"(?:[\s$]|\\q?quad\b|\\[()])*"
 _TOGETHER = re.compile(rf"{_GAP}(?:,|;|,?\s*\b(?:and|or)\b|\\text\{{\s*(?:and|or)\s*\}}){_GAP}")
 # An opening fence, also in a list, with its label.
@@ -51,7 +51,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
     while opening := _BOX.search(text, position):
         position = opening.end()
         if not text.startswith("{", position):
-            # TeX takes one character, people mean the number or word.
+            # TeX takes one character, but authors mean the number or word.
             word = re.compile(r"-?[\w.]*\w").match(text, position)
             position = word.end() if word else position
             yield opening.start(), position, word.group() if word else ""
@@ -83,8 +83,8 @@ def last_program(text: str, is_whole: Callable[[str], bool]) -> str | None:
     labelled = [body for label, body in blocks if _PYTHON.match(label)]
     programs = labelled or [body for label, body in blocks if not label]
     whole = [body for body in programs if is_whole(body)]
-    found = whole or programs
-    return found[-1] if found else None
+    candidates = whole or programs
+    return candidates[-1] if candidates else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

@@ -39,7 +39,7 @@ Render = Callable[[Sequence[Message]], tuple[int, ...]]
 ReadPayload = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 Kind = Literal["math", "code"]
-# Fields of an example; the third is what a response is judged by.
+# Fields of an example; the third is what responses are compared with.
 _FIELDS: dict[Kind, tuple[str, ...]] = {
     "math": ("prompt", "id", "answer"),
     "code": ("prompt", "id", "tests", "fn_name", "tolerance"),
@@ -158,8 +158,8 @@ def load_files(
 
     train = read(config.train_path)
     if config.heldout_sets or config.heldout_path is not None:
-        named: Mapping[str, Path | None] = config.heldout_sets or {"": config.heldout_path}
-        heldout = {name: read(path) for name, path in named.items() if path is not None}
+        sources: Mapping[str, Path | None] = config.heldout_sets or {"": config.heldout_path}
+        heldout = {name: read(path) for name, path in sources.items() if path is not None}
         notes += _overlaps(train, heldout)
         chosen: Heldout = heldout if config.heldout_sets else heldout[""]
     else:
@@ -171,10 +171,10 @@ def _split(prompts: tuple[Prompt, ...]) -> tuple[tuple[Prompt, ...], tuple[Promp
     """Prompts to train on and to hold out; the same prompt is never in both."""
     order = list({prompt.input_ids: prompt for prompt in reversed(prompts)}.values())[::-1]
     random.Random(SPLIT_SEED).shuffle(order)
-    # Of fewer than ten examples none is held out, which a run without evaluation does not need.
-    held = order[: min(MAX_HELDOUT, int(len(order) * HELDOUT_SHARE))]
-    ids = {prompt.input_ids for prompt in held}
-    return tuple(prompt for prompt in prompts if prompt.input_ids not in ids), tuple(held)
+    # Fewer than ten examples are all trained on, which suffices without evaluation.
+    heldout = order[: min(MAX_HELDOUT, int(len(order) * HELDOUT_SHARE))]
+    ids = {prompt.input_ids for prompt in heldout}
+    return tuple(prompt for prompt in prompts if prompt.input_ids not in ids), tuple(heldout)
 
 
 def _overlaps(train: Sequence[Prompt], heldout: Mapping[str, Sequence[Prompt]]) -> list[str]:
@@ -244,24 +244,26 @@ class _File:
     def note(self) -> str:
         kinds = " and ".join(self._formats) or "rows as they are"
         merged = "merged" if self._config.duplicates == "merge" else "kept"
-        left = {
+        unused = {
             "of another kind": self._others,
             f"that repeat a prompt ({merged})": self._repeated,
             "skipped": len(self.skipped),
         }
-        more = "".join(f", {count} {what}" for what, count in left.items() if count)
+        more = "".join(f", {count} {what}" for what, count in unused.items() if count)
         first = f": {self.skipped[0].line()}" if self.skipped else ""
         return f"{self._path}: {self._rows} rows, {kinds}{more}{first}"
 
     def _example(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The fields of a row, None if it is of the other kind."""
-        given = {field: value_at(row, field, name) for field, name in self._config.columns.items()}
+        columns = self._config.columns.items()
+        mapped = {field: value_at(row, field, column) for field, column in columns}
+        fields = {**row, **mapped}
         if self._kind is None:
-            return {**row, **given}
-        if {"prompt", _FIELDS[self._kind][2]} <= {**row, **given}.keys() and given:
-            name, example = "columns of the settings", {**row, **given}
+            return fields
+        if mapped and {"prompt", _FIELDS[self._kind][2]} <= fields.keys():
+            name, example = "columns of the settings", fields
         else:
-            name, example = read_example({**row, **given})
+            name, example = read_example(fields)
         is_code = example.get("tests") is not None
         if is_code != (self._kind == "code") and (is_code or example.get("answer") is not None):
             return None

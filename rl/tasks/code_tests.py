@@ -56,7 +56,7 @@ def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
         for field in _CHECKERS:
             if one.get(field):
                 raise ValueError(f"{field}={quoted(one[field])}: outputs need this special checker")
-    names = {str(found) for found in (name, *map(_function_of, tests)) if found}
+    names = {str(each) for each in (name, *map(_function_of, tests)) if each}
     if len(names) > 1:
         raise ValueError(f"fn_name={sorted(names)}: expected one function")
     function = names.pop() if names else None
@@ -74,7 +74,7 @@ def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stdin_program(program: str) -> str:
-    """Imports of the future must come first."""
+    """Imports from `__future__` must come first."""
     return program if "__future__" in program else _LIMITS + program
 
 
@@ -91,29 +91,33 @@ def passes(
     relative or absolute `tolerance`, others exactly."""
     limit = TOLERANCE if tolerance is None else tolerance
     if function is None:
-        given, expected = stdout.split(), test["output"].split()
-        if given == expected:
+        actual, expected = stdout.split(), test["output"].split()
+        if actual == expected:
             return True
-        pairs = zip(given, expected, strict=False)
-        return len(given) == len(expected) and all(_same_token(*pair, limit) for pair in pairs)
+        pairs = zip(actual, expected, strict=False)
+        return len(actual) == len(expected) and all(_same_token(*pair, limit) for pair in pairs)
     try:
-        value, wanted = (json.loads(text, parse_int=_integer) for text in (stdout, test["output"]))
+        actual, expected = (
+            json.loads(text, parse_int=_integer) for text in (stdout, test["output"])
+        )
     except (ValueError, RecursionError):
         return False
-    alone = test.get("wrapped") and isinstance(wanted, list) and len(wanted) == 1
-    return _same_value(value, wanted, limit) or bool(alone and _same_value(value, wanted[0], limit))
+    alone = test.get("wrapped") and isinstance(expected, list) and len(expected) == 1
+    return _same_value(actual, expected, limit) or bool(
+        alone and _same_value(actual, expected[0], limit)
+    )
 
 
 def _integer(digits: str) -> int | Decimal:
-    """The number, as a type that Python reads from so many digits."""
+    """A `Decimal` beyond the digits that Python converts to an integer."""
     return int(digits) if len(digits) <= 4300 else Decimal(digits)
 
 
-def _same_token(given: str, expected: str, tolerance: float) -> bool:
-    if given == expected:
+def _same_token(actual: str, expected: str, tolerance: float) -> bool:
+    if actual == expected:
         return True
     try:
-        numbers = Decimal(given), Decimal(expected)
+        numbers = Decimal(actual), Decimal(expected)
     except InvalidOperation:
         return False
     if not all(number.is_finite() for number in numbers):
@@ -124,16 +128,16 @@ def _same_token(given: str, expected: str, tolerance: float) -> bool:
     return decimals and isclose(*map(float, numbers), rel_tol=tolerance, abs_tol=tolerance)
 
 
-def _same_value(given: Any, expected: Any, tolerance: float) -> bool:
-    if isinstance(expected, list) and isinstance(given, list):
-        same = len(given) == len(expected)
-        return same and all(map(_same_value, given, expected, [tolerance] * len(given)))
-    if isinstance(expected, dict) and isinstance(given, dict):
-        same = given.keys() == expected.keys()
-        return same and all(_same_value(given[key], expected[key], tolerance) for key in given)
-    if isinstance(expected, float) and type(given) in (int, float):
-        return isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
-    return bool(given == expected)
+def _same_value(actual: Any, expected: Any, tolerance: float) -> bool:
+    if isinstance(expected, list) and isinstance(actual, list):
+        same = len(actual) == len(expected)
+        return same and all(map(_same_value, actual, expected, [tolerance] * len(actual)))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        same = actual.keys() == expected.keys()
+        return same and all(_same_value(actual[key], expected[key], tolerance) for key in actual)
+    if isinstance(expected, float) and type(actual) in (int, float):
+        return isclose(actual, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(actual == expected)
 
 
 def _decoded(value: Any) -> Any:
@@ -155,8 +159,8 @@ def _paired(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _function_of(test: Mapping[str, Any]) -> Any:
     metadata = test.get("metadata")
-    named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
-    return test.get("fn_name") or named
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return test.get("fn_name") or name
 
 
 def _stdin_test(test: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +171,7 @@ def _stdin_test(test: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lines(value: Any) -> str | None:
-    """A text, lines of one, or null for no text; None if it is neither."""
+    """The text of a string, a list of lines or null; None for other values."""
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(line, str | int | float) for line in value):
@@ -178,19 +182,19 @@ def _lines(value: Any) -> str | None:
 def _function_test(test: Mapping[str, Any]) -> dict[str, Any]:
     if "input" not in test or "output" not in test:
         raise ValueError(f"tests holds {quoted(test)}: expected {_EXPECTED}")
-    given = test["input"]
-    if isinstance(given, str):
+    value = test["input"]
+    if isinstance(value, str):
         # LiveCodeBench: one argument a line.
-        arguments = [_json(line) for line in given.split("\n") if line.strip()]
+        arguments = [_json(line) for line in value.split("\n") if line.strip()]
     else:
-        arguments = [json.dumps(one) for one in (given if isinstance(given, list) else [given])]
+        arguments = [json.dumps(each) for each in (value if isinstance(value, list) else [value])]
     output = test["output"]
     text = _json(output) if isinstance(output, str) else json.dumps(output)
     return {"input": f"[{', '.join(arguments)}]", "output": text}
 
 
 def _json(text: str) -> str:
-    """A text that is JSON as it is, any other as a JSON string."""
+    """`text` if it is JSON, else as a JSON string."""
     try:
         json.loads(text, parse_int=_integer)
     except ValueError:

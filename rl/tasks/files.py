@@ -1,4 +1,4 @@
-"""Prompts of your data files, rewarded by a function of yours, which gets the row as `payload`."""
+"""Prompts of your data files, rewarded by your function, which receives the row as `payload`."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -52,10 +52,10 @@ def require_module(key: str, name: str) -> None:
 def imported(key: str, name: str) -> Callable[..., Any]:
     """Raises `InputError`."""
     try:
-        found = resolve_name(name)
-        if not callable(found):
+        value = resolve_name(name)
+        if not callable(value):
             raise ValueError("it is no function")
     except (ImportError, ValueError, AttributeError) as error:
         raise InputError(f"{key}={name!r}: {error}; {_EXPECTED}") from None
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = value
     return function

@@ -132,12 +132,12 @@ def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
             "field 'prompt' is missing: expected it, 'problem' or task.columns.prompt; found"
             f" {', '.join(row) or 'none'}"
         )
-    return "prompt and answer or tests", _named(row)
+    return "prompt and answer or tests", _by_field(row)
 
 
 def _of_verl(row: Mapping[str, Any]) -> Example:
     truth = row["reward_model"].get("ground_truth")
-    example = _named(row)
+    example = _by_field(row)
     if isinstance(truth, str) and truth.lstrip().startswith(("{", "[")):
         try:
             decoded = json.loads(truth)
@@ -190,7 +190,7 @@ class _TextUnpickler(pickle.Unpickler):
 def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
     prompt = _with_starter(row)
     if row.get("tests") is not None:
-        return "problem and tests", _named(row) | {"prompt": prompt}
+        return "problem and tests", _by_field(row) | {"prompt": prompt}
     answer, solution = _first(row, _ANSWERS), _first(row, _SOLUTIONS)
     if isinstance(answer, str) and "####" in answer:
         answer = answer.rpartition("####")[2].strip()
@@ -205,7 +205,7 @@ def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
     return "problem and answer", {"prompt": prompt, "answer": answer}
 
 
-def _named(row: Mapping[str, Any]) -> Example:
+def _by_field(row: Mapping[str, Any]) -> Example:
     names = ("prompt", "id", "answer", "tests", "fn_name", "tolerance")
     example = {name: row[name] for name in names if row.get(name) is not None}
     checkers = {name: value for name, value in row.items() if "checker" in name and value}
@@ -228,9 +228,9 @@ def value_at(row: Mapping[str, Any], field: str, column: str) -> Any:
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
+            present = ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
             raise ValueError(
-                f"task.columns.{field}={column!r}: there is no {name!r}; found {there or 'none'}"
+                f"task.columns.{field}={column!r}: there is no {name!r}; found {present or 'none'}"
             )
         value = value[name]
     return value

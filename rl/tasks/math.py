@@ -69,9 +69,9 @@ def _other_answers(rest: str) -> list[str]:
 def _without_box(text: str) -> str:
     stated = _STATED.findall(text)
     if stated:
-        named = _VERB.split(stated[-1])[-1].strip()
-        formula = _FORMULA.match(named)
-        return formula.group() if formula else named
+        claim = _VERB.split(stated[-1])[-1].strip()
+        formula = _FORMULA.match(claim)
+        return formula.group() if formula else claim
     formulas = _FORMULA.findall(text)
     if formulas:
         return next(filter(None, formulas[-1]))

@@ -25,7 +25,7 @@ Job = tuple[str, tuple[Any, Any], dict[str, Any]]
 Outcome = tuple[str, Any]
 # Time for a worker to import the reward function with its libraries, such as sympy.
 START_UP_S = 120.0
-# Time for what a stopped worker has started to end by itself.
+# Time for processes that a killed worker has started to end by themselves.
 _CLEANUP_S = 2.0
 # Advantages are 32-bit numbers.
 _LARGEST = 1e38
@@ -35,11 +35,11 @@ class Worker:
     def __init__(self, reward: Reward | Mapping[str, Reward]) -> None:
         # Not fork: the child would inherit threads and a CUDA context that it cannot use.
         context = multiprocessing.get_context("forkserver")
-        self._connection, theirs = context.Pipe()
+        self._connection, child_end = context.Pipe()
         # Not a daemon, as daemons may not start processes, which a reward may need to do.
-        self._process = context.Process(target=_answer, args=(theirs, reward), daemon=False)
+        self._process = context.Process(target=_serve, args=(child_end, reward), daemon=False)
         self._process.start()
-        theirs.close()
+        child_end.close()
         self._ready = False
         self.ended = False
 
@@ -70,7 +70,7 @@ class Worker:
         started: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             worker = psutil.Process(self._process.pid)
-            # So that it starts nothing after they have been listed.
+            # So that it starts no more processes once they are listed.
             worker.suspend()
             started = worker.children(recursive=True)
         self._process.kill()
@@ -89,7 +89,7 @@ def reward_of(reward: Reward | Mapping[str, Reward], task: str) -> Reward:
 
 
 def import_libraries(reward: Reward | Mapping[str, Reward]) -> None:
-    """The first response to be scored has no time for that."""
+    """In advance, as the time limit of the first response does not allow for it."""
     for function in reward.values() if isinstance(reward, Mapping) else [reward]:
         module = sys.modules.get(getattr(function, "__module__", ""))
         # A call of the reward reports what is not installed.
@@ -97,23 +97,23 @@ def import_libraries(reward: Reward | Mapping[str, Reward]) -> None:
             getattr(module, "import_libraries", lambda: None)()
 
 
-def _answer(connection: Connection, reward: Reward | Mapping[str, Reward]) -> None:
+def _serve(connection: Connection, reward: Reward | Mapping[str, Reward]) -> None:
     # A terminal sends Ctrl-C to this process, too; the run decides when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_libraries(reward)
     connection.send(("ready", None))
     while True:
         try:
-            task, arguments, more = connection.recv()
+            task, arguments, keywords = connection.recv()
         except (EOFError, ConnectionResetError):
             return
         try:
-            result = reward_of(reward, task)(*arguments, **more)
+            result = reward_of(reward, task)(*arguments, **keywords)
             results = list(result) if isinstance(arguments[1], list) else [result]
-            answer: tuple[str, Any] = "reward", [_split(value) for value in results]
+            outcome: Outcome = "reward", [_split(value) for value in results]
         except Exception as error:
-            answer = "errors", cut(f"{type(error).__name__}: {error}")
-        connection.send(answer)
+            outcome = "errors", cut(f"{type(error).__name__}: {error}")
+        connection.send(outcome)
 
 
 def _split(value: Any) -> tuple[float | None, dict[str, float]]:

@@ -54,11 +54,11 @@ class Scores:
 
 
 def part_metrics(parts: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:
-    named: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for part in (part for group in parts for part in group):
         for name, value in part.items():
-            named.setdefault(f"sparrow/score/{name}", []).append(value)
-    return {name: float(np.mean(values)) for name, values in named.items()}
+            by_name.setdefault(f"sparrow/score/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in by_name.items()}
 
 
 class RewardPool:
@@ -96,7 +96,7 @@ class RewardPool:
         try:
             yield scoring
         finally:
-            self.give_up(scoring.jobs)
+            self.abandon(scoring.jobs)
 
     def submit(self, job: Job) -> "Future[Outcome]":
         """Have a worker score `job`; the future raises `RewardsFailed`."""
@@ -128,7 +128,7 @@ class RewardPool:
             raise RewardsFailed(f"the reward {self.reward!r} cannot be loaded: {value}")
         return kind, value
 
-    def give_up(self, jobs: "Iterable[Future[Outcome]]") -> None:
+    def abandon(self, jobs: "Iterable[Future[Outcome]]") -> None:
         """Cancel jobs that are not done, and end the workers that compute one."""
         left = [job for job in jobs if not job.done() and not job.cancel()]
         while left:
@@ -178,11 +178,11 @@ class Scoring:
     def wait(self) -> None:
         """For `total_timeout_s` at most; raises `RewardsFailed`."""
         jobs = set(self.jobs) - self._late
-        found = wait(jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
-        for job in found.done:
+        done, late = wait(jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
+        for job in done:
             job.result()
-        self._late |= found.not_done
-        self._pool.give_up(found.not_done)
+        self._late |= late
+        self._pool.abandon(late)
 
     @property
     def jobs(self) -> "list[Future[Outcome]]":
@@ -240,8 +240,9 @@ def _job(group: Group, samples: range, parameters: Mapping[str, Any]) -> Job:
     prompt, rollouts = group.prompt, [group.rollouts[sample] for sample in samples]
     if "texts" in parameters:
         reasons = {"finish_reasons": [rollout.finish_reason for rollout in rollouts]}
-        more = reasons if "finish_reasons" in parameters else {}
-        return prompt.task, ([prompt] * len(rollouts), [one.text for one in rollouts]), more
+        keywords = reasons if "finish_reasons" in parameters else {}
+        texts = [rollout.text for rollout in rollouts]
+        return prompt.task, ([prompt] * len(rollouts), texts), keywords
     (rollout,) = rollouts
     reason = {"finish_reason": rollout.finish_reason}
     return prompt.task, (prompt, rollout.text), reason if "finish_reason" in parameters else {}

@@ -1,5 +1,4 @@
-"""A task without data files, that small models learn quickly: a story with all of the given
-words."""
+"""A task without data files, quick to learn for small models: a story with all of some words."""
 
 import random
 import re

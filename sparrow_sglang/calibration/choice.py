@@ -89,7 +89,7 @@ class MeasuredTails:
         return need
 
 
-def interval(tail: BinTail) -> dict[str, Any]:
+def tail_fields(tail: BinTail) -> dict[str, Any]:
     names = ("tokens", "tail", "tail_low", "tail_high", "mean")
     return {name: getattr(tail, name) for name in names}
 
@@ -131,7 +131,7 @@ def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[dict[str,
             basis = "dense"
         row = {"bin": index, "budget_tokens": budget, "needed_tokens": need, "basis": basis}
         evidence = tails.by_budget.get(budget, {}).get(index)
-        rows.append(row | ({"tokens": 0} if evidence is None else interval(evidence)))
+        rows.append(row | ({"tokens": 0} if evidence is None else tail_fields(evidence)))
     return rows
 
 

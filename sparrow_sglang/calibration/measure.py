@@ -16,7 +16,6 @@ from sparrow_sglang.calibration.job import Job, engine_dtype
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import EngineEndpoint
-from sparrow_sglang.command_line import replace_signal_handlers
 from sparrow_sglang.mismatch.exact_rates import (
     comparing_request,
     exact_rates,
@@ -25,6 +24,7 @@ from sparrow_sglang.mismatch.exact_rates import (
 )
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_log import keep_warnings
+from sparrow_sglang.processes import replace_signal_handlers
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -100,15 +100,15 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise CalibrationError(f"the engine does not start: {error}") from error
     try:
-        take_signals_back(engine)
+        restore_signal_handlers(engine)
         yield engine
     finally:
         engine.shutdown()
 
 
-def take_signals_back(engine: Any) -> None:
-    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and leave
-    SIGTERM to the handler that it has. SGLang's own handlers kill this process without a message,
+def restore_signal_handlers(engine: Any) -> None:
+    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and keep
+    this process's handler of SIGTERM. SGLang's own handlers kill this process without a message,
     wait for all requests, and miss a signal while no call waits, also after the engine's end."""
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 
@@ -119,8 +119,8 @@ def take_signals_back(engine: Any) -> None:
             engine.loop.stop()
 
     engine.tokenizer_manager.signal_handler_class = StopLoop
-    own = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-    engine.loop.run_until_complete(replace_signal_handlers(engine, own))
+    handlers = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+    engine.loop.run_until_complete(replace_signal_handlers(engine, handlers))
 
 
 def _raise_failed_start(signum: int, frame: FrameType | None) -> None:
@@ -159,8 +159,8 @@ def measure(
                 f" generations are kept in {work.path}: repeat the command to resume"
             ) from error
         except KeyboardInterrupt:
-            kept = finished + len(measured)
-            progress.say(f"stopping; {kept} of {len(samples)} generations are kept in {work.path}")
+            count = finished + len(measured)
+            progress.say(f"stopping; {count} of {len(samples)} generations are kept in {work.path}")
             raise
         finally:
             if measured:

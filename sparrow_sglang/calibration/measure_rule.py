@@ -61,7 +61,7 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     measured = _measured(job, prompts, "dense", list(candidates.values()), rule, measuring)
     tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
     kept = variance_kept(variances, pairs)
-    return _under(job, choose_rule(rule, kept, sensitivity, tails, partial))
+    return _with_rule(job, choose_rule(rule, kept, sensitivity, tails, partial))
 
 
 def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> Job:
@@ -78,7 +78,7 @@ def _step_of(job: Job, name: str, schedule: BudgetSchedule, **settings: Any) -> 
     return step
 
 
-def _even(job: Job, rule: SelectionRule) -> BudgetSchedule:
+def _first_schedule(job: Job, rule: SelectionRule) -> BudgetSchedule:
     weights, whole = [1.0] * num_layers_of(job.hf_config), whole_pages(job.context, job.page_size)
     return weighted_schedule("first", rule, weights, job.page_size, whole)
 
@@ -88,7 +88,7 @@ def _pair_variances(job: Job, prompts: Sequence[Prompt]) -> NDArray[np.float64]:
     `attention_backends.pair_variance` sums it over the latest queries of each prefill pass; it is 0
     in layers without landmarks. Raises `CalibrationError` if the engine dies."""
     tokens = int4_landmark_tokens(job.page_size)
-    step = _step_of(job, "pairs", _even(job, SelectionRule()), landmark_tokens=tokens)
+    step = _step_of(job, "pairs", _first_schedule(job, SelectionRule()), landmark_tokens=tokens)
     path = step.work.path / VARIANCES
     if path.exists():
         return np.array(json.loads(path.read_text("utf-8")))
@@ -138,7 +138,9 @@ def _measured(
         schedule.model_dump(mode="json") | {"selection": rule_settings(schedule.selection)}
         for schedule in schedules
     ]
-    step = replace(_step_of(job, name, _even(job, rule), schedules=settings), samples=samples)
+    step = replace(
+        _step_of(job, name, _first_schedule(job, rule), schedules=settings), samples=samples
+    )
     measuring.measure_missing(step)
     measured = step.work.by_schedule(samples)
     for schedule in schedules:
@@ -148,7 +150,7 @@ def _measured(
     return measured
 
 
-def _under(job: Job, choice: RuleChoice) -> Job:
+def _with_rule(job: Job, choice: RuleChoice) -> Job:
     whole, *budgets = (
         BudgetSchedule(
             **BudgetSchedule.fixed(tokens, job.page_size).model_dump()

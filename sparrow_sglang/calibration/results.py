@@ -12,8 +12,8 @@ from sparrow_sglang.calibration.choice import (
     bin_tails,
     choose,
     holds,
-    interval,
     shortage,
+    tail_fields,
 )
 from sparrow_sglang.calibration.job import Job
 from sparrow_sglang.calibration.rule import RuleChoice
@@ -38,7 +38,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     least = 1.0 if rule is None else min(rule.selection.sparse_weights(rule.dense_layers))
     tails = MeasuredTails(by_budget, job.bin_tokens, job.options.min_tokens, least)
     rows = {
-        str(budget): [{"bin": index} | interval(tail) for index, tail in bins.items()]
+        str(budget): [{"bin": index} | tail_fields(tail) for index, tail in bins.items()]
         for budget, bins in sorted(by_budget.items())
     }
     evidence = job.origin() | {"settings": job.settings, "cost": cost, "tails": rows}
@@ -53,7 +53,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
         except CalibrationError as error:
             failures.append(str(error))
             continue
-        with _kept(job.work):
+        with _keeping_measurements(job.work):
             schedule.save(path)
         yield f"{path} (target {target})\n{describe(schedule)}\n"
     if failures:
@@ -68,7 +68,7 @@ def write_check(job: Job) -> list[dict[str, Any]]:
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
         for schedule, target in zip(job.schedules, job.targets, strict=True)
     ]
-    with _kept(job.work):
+    with _keeping_measurements(job.work):
         write_json(job.out, {"checks": reports, **job.origin(), "settings": job.settings})
     return reports
 
@@ -138,7 +138,7 @@ def check_schedule(
         row = {"bin": index, "first_position": start, "budget_tokens": budget, "tokens": 0}
         tail = tails.get(index)
         if tail is not None:
-            row |= interval(tail)
+            row |= tail_fields(tail)
         if schedule.tokens_read(longest) == longest:
             verdict = "dense"
         elif tail is None or tail.tail_high is None or tail.tokens < min_tokens:
@@ -184,7 +184,7 @@ def describe_tails(tails: MeasuredTails, targets: Sequence[float]) -> str:
             held = " ".join(f"{target:g}" for target in sorted(targets) if holds(tail, target))
             verdict = shortage(tail, tails.min_tokens) or held or "-"
             row = {"bin": index, "budget_tokens": budget, "holds": verdict}
-            rows.append(row | interval(tail))
+            rows.append(row | tail_fields(tail))
     return _table(rows, tails.bin_tokens, "holds")
 
 
@@ -202,7 +202,7 @@ def _table(rows: Any, bin_tokens: int, last: str) -> str:
 
 
 @contextmanager
-def _kept(work: WorkFolder) -> Iterator[None]:
+def _keeping_measurements(work: WorkFolder) -> Iterator[None]:
     """Turn a failed write of results into an error that says that the measurements are kept."""
     try:
         yield

@@ -81,14 +81,14 @@ def sensitivity_schedule(
     """Only `layer` is sparse and reads 1/16 of the context; the others read the whole KV."""
     sharing = layers - len(partial)
     least = least_pages(page_size) + 1
-    wanted = max(least, context // SENSITIVITY_SHARE // page_size)
+    pages_read = max(least, context // SENSITIVITY_SHARE // page_size)
     # Weights have a mean of 1 and one is small, so the budget must be a little above the context.
     pages = -(-context // page_size)
     budget = -(-pages * sharing // max(1, sharing - 1)) + 1
-    share = wanted / budget
+    share = pages_read / budget
     weights = [(sharing - share) / max(1, sharing - 1)] * layers
     weights[layer] = share if sharing > 1 else 1.0
-    tokens = (budget if sharing > 1 else wanted) * page_size
+    tokens = (budget if sharing > 1 else pages_read) * page_size
     return weighted_schedule(f"layer-{layer}", rule, weights, page_size, tokens, partial)
 
 
@@ -100,7 +100,7 @@ def sensitivities(measured: Mapping[int, Sequence[Tokens]], layers: int) -> list
     return losses
 
 
-def layer_weights(sensitivity: Sequence[float], others: Sequence[int] = ()) -> list[float]:
+def layer_weights(sensitivity: Sequence[float], others: Sequence[int]) -> list[float]:
     """Weights by the square root of sensitivities, with a mean of 1 over the sparse layers: if a
     layer's loss falls as c / budget, this minimises the total. Dense or partial `others` get 0."""
     root = np.sqrt(np.maximum(sensitivity, _LEAST_SENSITIVITY))

@@ -31,11 +31,7 @@ class DenseScores:
 
 
 def score_dense(
-    target: Any,
-    sequences: Sequences,
-    lora_path: str | None = None,
-    *,
-    api_key: str | None = None,
+    target: Any, sequences: Sequences, lora_path: str | None = None, *, api_key: str | None = None
 ) -> list[DenseScores]:
     """Dense scores of each response after its prompt, at temperature 1.
 

@@ -28,7 +28,7 @@ class EndpointError(SparrowError, RuntimeError):
 
 def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEndpoint":
     """The endpoint behind `target`, an `sglang.Engine` or a server's base URL. `api_key` is the
-    server's --api-key or --admin-api-key; an engine asks for none. Raises `ValueError` for any
+    server's --api-key or --admin-api-key; an engine needs none. Raises `ValueError` for any
     other target; does not contact the server yet. The endpoint's methods block, and raise
     `EndpointError` if the server refuses the request or is gone."""
     if isinstance(target, str):
@@ -51,7 +51,7 @@ class EngineEndpoint:
         self._engine = engine
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        return self._run(_all(self._one(request) for request in requests))
+        return self._run(_gather(self._generate_one(request) for request in requests))
 
     def generate_pairs(
         self,
@@ -59,15 +59,15 @@ class EngineEndpoint:
         following: Callable[[int, Answer], Request],
         finished: Callable[[int, Answer], object],
     ) -> None:
-        """Answer each request, then at once what `following` makes of its number and answer.
-        `finished` gets the number and the second answer as each pair is done, so that an interrupt
-        loses only pairs under way. What the two raise is raised."""
+        """Send each request, then at once the one that `following` makes of its number and answer.
+        `finished` receives the number and the second answer of each completed pair, so that an
+        interrupt loses only pairs in flight. Their errors are raised."""
 
         async def pair(number: int, request: Request) -> None:
-            second = following(number, await self._one(request))
-            finished(number, await self._one(second))
+            second = following(number, await self._generate_one(request))
+            finished(number, await self._generate_one(second))
 
-        self._run(_all(pair(number, request) for number, request in enumerate(requests)))
+        self._run(_gather(pair(number, request) for number, request in enumerate(requests)))
 
     def flush_cache(self, timeout_s: float = 10.0) -> None:
         """Empty the prefix cache, after waiting at most `timeout_s` for the server to be idle."""
@@ -88,7 +88,7 @@ class EngineEndpoint:
         except InputError as error:
             raise EndpointError(f"the engine refused a call: {error}") from error
 
-    async def _one(self, request: Request) -> Answer:
+    async def _generate_one(self, request: Request) -> Answer:
         # `Engine.generate` lacks some fields, extra_key among them.
         answers = self._engine.tokenizer_manager.generate_request(request_of(request), None)
         try:
@@ -120,8 +120,8 @@ class EngineEndpoint:
             raise EndpointError(f"the engine refused a call: {error}") from error
 
 
-async def _all(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
-    """Results of what runs at the same time; if one fails, the others are cancelled."""
+async def _gather(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
+    """Results of concurrent work; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -147,30 +147,30 @@ class HttpEndpoint:
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         answers: list[Future[Answer]] = [Future() for _ in requests]
         todo: SimpleQueue[tuple[Future[Answer], Request]] = SimpleQueue()
-        for item, request in zip(answers, requests, strict=True):
-            todo.put((item, request))
+        for pair in zip(answers, requests, strict=True):
+            todo.put(pair)
         # Not a pool of Python's own, which would keep a process that ends by an error of one
         # request alive until the slowest of the others is answered.
         for _ in range(min(len(requests), _CONNECTIONS)):
-            Thread(target=self._answer_all, args=(todo,), daemon=True).start()
+            Thread(target=self._work_through, args=(todo,), daemon=True).start()
         try:
             wait(answers, return_when=FIRST_EXCEPTION)
-            failed = [item for item in answers if item.done() and item.exception() is not None]
-            return [item.result() for item in failed or answers]
+            failed = [each for each in answers if each.done() and each.exception() is not None]
+            return [each.result() for each in failed or answers]
         finally:
-            for item in answers:
-                item.cancel()
+            for future in answers:
+                future.cancel()
 
-    def _answer_all(self, todo: "SimpleQueue[tuple[Future[Answer], Request]]") -> None:
+    def _work_through(self, todo: "SimpleQueue[tuple[Future[Answer], Request]]") -> None:
         with suppress(Empty):
             while True:
-                item, request = todo.get_nowait()
-                if not item.set_running_or_notify_cancel():
+                future, request = todo.get_nowait()
+                if not future.set_running_or_notify_cancel():
                     continue
                 try:
-                    item.set_result(self._one(request))
+                    future.set_result(self._generate_one(request))
                 except BaseException as error:
-                    item.set_exception(error)
+                    future.set_exception(error)
 
     def flush_cache(self, timeout_s: float = 10.0) -> None:
         self._send("POST", f"/flush_cache?timeout={timeout_s}")
@@ -179,7 +179,7 @@ class HttpEndpoint:
         verb, body = ("POST", fields) if fields or method != "schedule" else ("GET", None)
         return self._send(verb, f"/sparrow/{method}?full=true", body).json()
 
-    def _one(self, request: Request) -> Answer:
+    def _generate_one(self, request: Request) -> Answer:
         answer: Answer = self._send("POST", "/generate", dict(request)).json()
         return _finished(answer, request)
 

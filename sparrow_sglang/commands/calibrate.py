@@ -21,10 +21,11 @@ from sparrow_sglang.calibration.measure import MeasuringEngine
 from sparrow_sglang.calibration.measure_rule import PROMPTS, with_chosen_rule
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
 from sparrow_sglang.calibration.rule import describe_rule
-from sparrow_sglang.command_line import at_least, count, exit_on_sigterm
+from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.mismatch.tail import MIN_CLUSTERS
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.server_args import engine_arguments
+from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES
 
 EPILOG = """\

@@ -88,7 +88,7 @@ def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
     tested = "" if installed_version() in SUPPORTED else f"; tested: {', '.join(SUPPORTED)}"
     status = "FAIL" if problems else "WARN" if tested else "ok"
     yield Check(status, "SGLang", *problems or [installed_version() + tested])
-    packages = (f"{name} {found or 'missing'}" for name, found in package_versions().items())
+    packages = (f"{name} {version or 'missing'}" for name, version in package_versions().items())
     yield Check("ok", "packages", ", ".join(packages))
     values = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     yield Check("ok", "environment", ", ".join(values) or f"none of {', '.join(VARIABLES)} is set")
@@ -118,12 +118,12 @@ def _check_plugin() -> Check:
         return Check("FAIL", "plugin", import_problem(error))
     from sglang.srt.plugins import load_plugins
 
-    from sparrow_sglang.plugin import registration as plugin
+    from sparrow_sglang.plugin.registration import require_registration
     from sparrow_sglang.plugin.state import PROCESS
 
     load_plugins()
     try:
-        plugin.require_registration()
+        require_registration()
     except RuntimeError as error:
         return Check("FAIL", "plugin", str(error))
     detail = f"attention backend {BACKEND!r} registered, {len(PROCESS.hooks)} hooks in effect"

@@ -13,7 +13,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from sparrow_sglang.command_line import exit_on_sigterm
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import cut, read_object
@@ -28,6 +27,7 @@ from sparrow_sglang.models import (
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
+from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedule import PAGE_SIZE
 from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model, schedule_spec
 from sparrow_sglang.sglang_arguments import (

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _train(config, args)
     except KeyboardInterrupt:
-        return _say_where_it_stands(config, "stopped", 130)
+        return _print_state(config, "stopped", 130)
 
 
 def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
@@ -118,23 +118,23 @@ def _train(config: TrainConfig, args: argparse.Namespace) -> int:
         *(EngineDied, RolloutError, RewardsFailed, TrainersLost, FloatingPointError),
         OSError,  # such as a full disk
     ) as error:
-        return _say_where_it_stands(config, f"error: {error}", 1)
+        return _print_state(config, f"error: {error}", 1)
     except Stopped as stop:
-        return _say_where_it_stands(config, "stopped", int(stop.code or 0))
+        return _print_state(config, "stopped", int(stop.code or 0))
     print(f"trained: {folder / 'model' if folder else config.run_dir}")
     return 0
 
 
-def _say_where_it_stands(config: TrainConfig, why: str, code: int) -> int:
+def _print_state(config: TrainConfig, why: str, code: int) -> int:
     from sparrow_sglang.rl.runs.run import newest_checkpoint
 
     checkpoint = newest_checkpoint(config.run_dir)
     metrics = config.run_dir / METRICS_FILE
     if checkpoint:
-        stands = f"the newest checkpoint is {checkpoint}; go on with --resume"
+        state = f"the newest checkpoint is {checkpoint}; go on with --resume"
     elif metrics.exists() and metrics.stat().st_size:
-        stands = "no checkpoint was saved; --resume begins again, or use another run_dir"
+        state = "no checkpoint was saved; --resume begins again, or use another run_dir"
     else:
-        stands = "no step was completed and nothing was saved; start again with the same command"
-    print(f"sparrow train: {why}\n{stands}", file=sys.stderr)
+        state = "no step was completed and nothing was saved; start again with the same command"
+    print(f"sparrow train: {why}\n{state}", file=sys.stderr)
     return code

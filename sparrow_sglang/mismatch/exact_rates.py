@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.environment import exported
+from sparrow_sglang.processes import exported
 
 VARIABLE = "SPARROW_RECORD"
 """Environment variable of a server that records: <slots>x<steps>."""

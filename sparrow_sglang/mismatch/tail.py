@@ -116,6 +116,8 @@ def _cell(below: NDArray[np.int64], share: float) -> int:
 
 def _error_of_ratio(values: NDArray[Any], tokens: NDArray[np.int64], confidence: float) -> float:
     """Half the width of the confidence interval of sum(values) / sum(tokens), both per cluster."""
+    from scipy.special import stdtrit
+
     clusters, total = len(tokens), tokens.sum()
     residuals = (values - values.sum() / total * tokens) / (total - tokens)
     squares = residuals**2
@@ -126,14 +128,7 @@ def _error_of_ratio(values: NDArray[Any], tokens: NDArray[np.int64], confidence:
     # kurtosis is 3, this is half the usual number: the kurtosis of few clusters comes out too low.
     kurtosis = clusters * (squares**2).sum() / squares.sum() ** 2
     freedom = min(clusters - 1, 1.5 * clusters / kurtosis)
-    return error * students_t(confidence, freedom)
-
-
-def students_t(confidence: float, freedom: float) -> float:
-    """Half the width of the middle `confidence` of Student's t distribution."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, (1 + confidence) / 2))
+    return error * float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 def _checked_alpha(alpha: ArrayLike) -> NDArray[np.float64]:

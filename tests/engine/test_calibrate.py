@@ -19,13 +19,13 @@ from engines import save_tiny_model, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.calibration import measure, measure_rule
-from sparrow_sglang.calibration.measure import take_signals_back
+from sparrow_sglang.calibration.measure import restore_signal_handlers
 from sparrow_sglang.calibration.measure_rule import PROMPTS
 from sparrow_sglang.calibration.rule import RuleChoice, choose_rule
 from sparrow_sglang.calibration.samples import WorkFolder
-from sparrow_sglang.command_line import exit_on_sigterm
 from sparrow_sglang.commands import cli
 from sparrow_sglang.mismatch.exact_rates import exact_rates
+from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedule import BudgetSchedule
 from sparrow_sglang.selection import SelectionRule
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def forked_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
     extra = {"attention_backend": "sparrow", "max_running_requests": 40, "max_total_tokens": 12000}
     with start_engine(model_path, **(extra | engine_args)) as engine:
-        take_signals_back(engine)
+        restore_signal_handlers(engine)
         yield engine
 
 

@@ -35,10 +35,7 @@ def builds_another(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("bypass", "message"),
-    [
-        (computes_elsewhere, "'sparrow' compute"),
-        (builds_another, "TorchNativeAttnBackend"),
-    ],
+    [(computes_elsewhere, "'sparrow' compute"), (builds_another, "TorchNativeAttnBackend")],
 )
 def test_dense_decode_is_refused(
     sharp_llama: str,

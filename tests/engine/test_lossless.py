@@ -326,8 +326,7 @@ def weights(model: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "load",
-    [load_from_disk, load_from_tensors, load_from_a_process_group, load_after_a_release],
+    "load", [load_from_disk, load_from_tensors, load_from_a_process_group, load_after_a_release]
 )
 def test_new_weights_draft_and_verify(
     lossless: Any, stock: Any, sharp_llama: str, tmp_path: Path, load: Callable[[Any, str], None]

@@ -43,10 +43,7 @@ def model(request, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def engine(model, schedule_file):
     with start_engine(
-        model,
-        attention_backend="sparrow",
-        sparrow_schedule=schedule_file,
-        chunked_prefill_size=64,
+        model, attention_backend="sparrow", sparrow_schedule=schedule_file, chunked_prefill_size=64
     ) as engine:
         yield engine
 

@@ -57,10 +57,7 @@ def test_serve_and_ask(
         monkeypatch.setattr(sys, "argv", ["serve_and_ask.py", "--model-path", model])
         monkeypatch.setenv("PORT", port)
         runpy.run_path(str(FOLDER / "serve_and_ask.py"), run_name="__main__")
-    assert started == [
-        ["sparrow", "serve", "--port", port, "--model-path", model],
-        ["terminated"],
-    ]
+    assert started == [["sparrow", "serve", "--port", port, "--model-path", model], ["terminated"]]
     [report] = reports(capfd.readouterr().out)
     assert report["schedule"] == "fixed-64"
     assert 0 < report["kv_tokens_read_mean"] < report["kv_tokens_cached_mean"]

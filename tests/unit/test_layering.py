@@ -22,12 +22,12 @@ LAYERS = [
     {
         "atomic_write",
         "command_line",
-        "environment",
         "errors",
         "hf_config",
         "json_values",
         "models",
         "noise",
+        "processes",
         "progress",
         "provenance",
         "run_folder",

@@ -27,13 +27,7 @@ def steps_read(schedule: BudgetSchedule, cap: int | None, lengths: range) -> lis
 
 @pytest.mark.parametrize(
     ("schedule", "cap"),
-    [
-        (GROWING, None),
-        (OTHER, None),
-        (GROWING, 64),
-        (GROWING, 4096),
-        (GROWING.as_dense(), 64),
-    ],
+    [(GROWING, None), (OTHER, None), (GROWING, 64), (GROWING, 4096), (GROWING.as_dense(), 64)],
 )
 def test_means_and_last_step(schedule, cap):
     for prompt, generated in [(1, 400), (63, 2), (64, 30), (500, 90)]:

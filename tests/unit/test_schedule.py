@@ -175,11 +175,7 @@ def test_budgets_are_the_published_ones(name: str, bin_index: int, topk_pages: i
 # -- choosing one
 
 
-QWEN3_4B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-}
+QWEN3_4B = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 36}
 SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "num_hidden_layers": 30}
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],

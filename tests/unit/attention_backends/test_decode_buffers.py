@@ -128,8 +128,7 @@ class TestMemory:
         for module in (decode, select):
             monkeypatch.setattr(module, "sm_count", lambda _: 132)
         monkeypatch.setattr(
-            "sglang.srt.utils.common.get_cuda_graph_max_batch_size",
-            lambda size: -(-size // 4) * 4,
+            "sglang.srt.utils.common.get_cuda_graph_max_batch_size", lambda size: -(-size // 4) * 4
         )
 
         def bytes_left(

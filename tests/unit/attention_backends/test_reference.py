@@ -32,10 +32,7 @@ def test_a_step_equals_the_contract(first: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    data=st.data(),
-    num_pages=st.integers(1, 40),
-    sinks=st.integers(0, 3),
-    recents=st.integers(1, 4),
+    data=st.data(), num_pages=st.integers(1, 40), sinks=st.integers(0, 3), recents=st.integers(1, 4)
 )
 def test_selection_equals_the_contract_with_many_ties(data, num_pages, sinks, recents):
     budget = data.draw(st.integers(sinks + recents, sinks + recents + 12))
@@ -59,11 +56,7 @@ def test_a_score_that_is_not_finite_ranks_last_and_nothing_past_the_end_is_chose
 
 
 def int4_rule(page_size: int, pairs: Any = None, weights: Any = None) -> SelectionRule:
-    return SelectionRule(
-        landmark_bits=4,
-        landmark_pairs=pairs,
-        layer_weights=weights,
-    )
+    return SelectionRule(landmark_bits=4, landmark_pairs=pairs, layer_weights=weights)
 
 
 def test_int4_landmarks_are_packed_by_rotary_pair_and_rounded_half_to_even():

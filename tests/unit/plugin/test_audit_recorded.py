@@ -158,8 +158,7 @@ def test_a_server_that_stops_writes_what_it_has_measured(tmp_path: Path, ending:
 
 def test_responses_of_old_weights_are_forgotten_before_and_after_an_update() -> None:
     manager: Any = SimpleNamespace(
-        server_args=SimpleNamespace(enable_metrics=False),
-        is_pause=False,
+        server_args=SimpleNamespace(enable_metrics=False), is_pause=False
     )
     auditor = Auditor(manager, 1.0, ACTIVE, None, set())
     queue = auditor._queue

@@ -57,9 +57,7 @@ QWEN3_NEXT = {
 
 
 @pytest.mark.parametrize(
-    "config",
-    [DEEPSEEK, GEMMA2, QWEN2_WINDOW, QWEN3_NEXT],
-    ids=lambda config: config["model_type"],
+    "config", [DEEPSEEK, GEMMA2, QWEN2_WINDOW, QWEN3_NEXT], ids=lambda config: config["model_type"]
 )
 def test_model(make_args, tmp_path, config):
     with pytest.raises(ValueError) as error:
@@ -160,8 +158,7 @@ def test_each_wrong_argument_is_named_with_its_value_and_a_remedy(make_args):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "allowed"),
-    [(9, 3, 2, "1, 3, 9"), (12, 4, 6, "1, 2, 4, 12")],
+    ("heads", "kv_heads", "ranks", "allowed"), [(9, 3, 2, "1, 3, 9"), (12, 4, 6, "1, 2, 4, 12")]
 )
 def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ranks, allowed):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

@@ -91,10 +91,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[int], bool]) -> Non
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_a_run_is_of_one_distribution(
-    model: str,
-    tmp_path: Path,
-    stand_ins: list[Sampler],
-    mini_batches: int,
+    model: str, tmp_path: Path, stand_ins: list[Sampler], mini_batches: int
 ) -> None:
     algorithm = {"kl_coefficient": 0.1, "mini_batches": mini_batches}
     config = settings(model, tmp_path / "run", algorithm=algorithm)
