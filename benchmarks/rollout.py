@@ -50,7 +50,7 @@ GROUP = 8
 SIGMA = 0.8
 """Standard deviation of the logarithm of lengths: those of a reasoning model span an order of
 magnitude."""
-# The first token is streamed at once. Afterwards few messages are a small load on the host.
+# The first token is streamed immediately; afterwards, few messages keep the host's load small.
 STREAM_INTERVAL = 16
 
 DESCRIPTION = """\
@@ -134,7 +134,7 @@ def make_requests(
 
 
 def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
-    """Run all requests at once to the last token; return the totals and when each one ended. The
+    """Run all requests together to the last token; return totals and when each request ended. The
     prefix cache is flushed first. Raises `RuntimeError` if a request ends at another length."""
     connect(engine).flush_cache(60.0)
 

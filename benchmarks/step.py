@@ -241,11 +241,11 @@ def measure(
     # Where the router has a bias, all tokens choose the same experts: dummy weights and biases are
     # both uniform in ±1e-3, and logits of a normalised hidden state some 30 times smaller.
     alike = model_config(model)["model_type"] == "gpt_oss"
-    given = engine_arguments(options.engine_args)
+    arguments = engine_arguments(options.engine_args)
     defaults = engine_defaults(options, model, backend, schedule_name, drafts)
     # A round takes as long whatever it accepts, and is timed where it accepts everything.
     forced = exported(FORCED_ACCEPTANCE, "1") if drafts else nullcontext()
-    with forced, sglang.Engine(**defaults | given) as engine:
+    with forced, sglang.Engine(**defaults | arguments) as engine:
         served = backend_of(engine) if backend == STOCK else backend
         if drafts:
             # Time rounds of that many drafts, also where fewer would be faster.
@@ -260,7 +260,7 @@ def measure(
                 # Some sequences would have to wait, and the timed steps would not contain them.
                 print(f"{model} {served} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
-            quantization = given.get("quantization")
+            quantization = arguments.get("quantization")
             moved = step_bytes(shape, batch, length, schedule, options.tp, alike, quantization)
             row: dict[str, Any] = {
                 "model": model,
@@ -292,17 +292,17 @@ def measure(
                 "tokens_per_s": batch / row["step_ms"] * 1e3,
             }
             add_row(options.out, row)
-            took = f"step {row['step_ms']:.2f} ms (floor {row['floor_ms']:.2f})"
-            if drafts:
-                took = (
-                    f"round of {drafts} drafts {row['round_ms']:.2f} ms, {row['step_ms']:.2f} ms a"
-                    f" token at {row['tokens_per_round']:.1f} tokens a round"
-                )
-            print(
-                f"{model} {served} {schedule_name or ''} {case}: {took}, prefill"
-                f" {row['prefill_s']:.3f} s",
-                flush=True,
-            )
+            print(f"{model} {served} {schedule_name or ''} {case}: {summary(row)}", flush=True)
+
+
+def summary(row: Mapping[str, Any]) -> str:
+    took = f"step {row['step_ms']:.2f} ms (floor {row['floor_ms']:.2f})"
+    if "drafts" in row:
+        took = (
+            f"round of {row['drafts']} drafts {row['round_ms']:.2f} ms, {row['step_ms']:.2f} ms a"
+            f" token at {row['tokens_per_round']:.1f} tokens a round"
+        )
+    return f"{took}, prefill {row['prefill_s']:.3f} s"
 
 
 def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str | None, int | None]]:
@@ -393,8 +393,8 @@ def _check(options: argparse.Namespace) -> None:
     engine_arguments(options.engine_args, (*RESERVED, *by_flags))
     if BACKEND not in options.backends.split(","):
         for name in ("schedules", "drafts"):
-            if (given := getattr(options, name)) != _parser().get_default(name):
-                raise ValueError(f"--{name} {given}: expected {BACKEND} in --backends")
+            if (value := getattr(options, name)) != _parser().get_default(name):
+                raise ValueError(f"--{name} {value}: expected {BACKEND} in --backends")
         options.schedules = []
     if options.ep not in (1, options.tp):
         raise ValueError(f"--ep {options.ep}: expected 1, or the GPUs of --tp {options.tp}")

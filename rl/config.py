@@ -272,7 +272,7 @@ class DistillConfig(Section):
     target_modules: TomlArray[tuple[str, ...]] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
     )
-    """Names of the projections in each layer that get an adapter."""
+    """Names of the projections in each layer that are adapted."""
     lr: PositiveFloat = 2e-4
     """Learning rate of the adapter (1e-3 left the demo model a worse policy)."""
     sequences: PositiveInt = 32

@@ -54,7 +54,7 @@ def sequence(
 ) -> Correction:
     """min(geometric mean of a response's ratios, sequence_cap), the same for all of its tokens.
     Unlike their product, the unbiased weight, it neither vanishes nor explodes with length (slime's
-    `mis_level: geometric`). A response with a token whose ratio is below sequence_veto gets weight
+    `mis_level: geometric`). A response with a token whose ratio is below sequence_veto has weight
     0: the mean would hide a token that the dense policy cannot have drawn (verl's
     `rollout_token_veto_threshold`, slime's `mis_veto_threshold`)."""
     counts = torch.as_tensor(lengths, device=log_ratio.device)

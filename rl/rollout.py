@@ -167,7 +167,7 @@ class RolloutEngine(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the device's memory to the trainer, if it is shared; weights may be lost."""
+        """Give the device's memory to the trainer, if it is shared; weights may be discarded."""
         ...
 
     def resume(self) -> None:

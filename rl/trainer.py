@@ -141,7 +141,7 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
         | {"actor/lr": lr}
         | clock.metrics(collected.tokens)
     )
-    _keep_responses(run, step, collected, acceptance.tails() if acceptance else {})
+    _log_responses(run, step, collected, acceptance.tails() if acceptance else {})
     run.log.write(step, run.state.metrics)
     # After the step, so that the checkpoint that is written on an error matches the metrics.
     if updated.skipped_in_a_row >= MAX_SKIPPED_STEPS:
@@ -161,7 +161,7 @@ def _evaluate(run: Run) -> None:
     run.keep_if_best(evaluation.metrics["eval/pass_rate"])
 
 
-def _keep_responses(
+def _log_responses(
     run: Run, step: int, collected: Collected, tails: dict[tuple[str, tuple[int, ...]], float]
 ) -> None:
     shown = evenly(len(collected.groups), run.config.logging.response_groups)
@@ -172,7 +172,7 @@ def _keep_responses(
         run.setup.tokenizer.decode,
         tails,
     )
-    run.log.keep(RESPONSES_FILE, step, rows)
+    run.log.append(RESPONSES_FILE, step, rows)
 
 
 def _is_due(step: int, every: int) -> bool:

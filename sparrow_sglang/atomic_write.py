@@ -44,7 +44,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def delete_drafts(folder: Path) -> None:
-    """Delete what killed processes left half written in `folder`; nobody may be writing there."""
+    """Delete what killed processes left half written in `folder`, while no process writes there."""
     for draft in folder.glob(f"{DRAFT_PREFIX}*"):
         shutil.rmtree(draft, ignore_errors=True)
 

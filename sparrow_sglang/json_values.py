@@ -12,7 +12,7 @@ _MAX_QUOTE = 200
 
 
 class JsonError(InputError):
-    """A file or a value is no JSON, or JSON in form only; the message says what is allowed."""
+    """A file or a value is not JSON, or not what is expected; the message says what is allowed."""
 
 
 def quoted(value: object, limit: int = _MAX_QUOTE) -> str:

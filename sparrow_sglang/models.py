@@ -44,7 +44,7 @@ def cache_dir() -> Path:
 
 
 def embedded_model() -> Path:
-    """Folder of the checkpoint, converted at the first call; processes may call it at once. Raises
+    """Folder of the checkpoint, converted at the first call; safe to call concurrently. Raises
     `ModelError` if the package is missing or the cache folder cannot be written."""
     gguf = _gguf_file()
     target = cache_dir() / f"{EMBEDDED_MODEL_NAME}-instruct-{version(PACKAGE)}"
@@ -53,7 +53,7 @@ def embedded_model() -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.parent / ".lock", "w") as lock:
-            # The kernel drops the lock with its process, so a killed converter blocks nobody.
+            # The kernel drops the lock with its process, so a killed converter blocks no other.
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another process may have finished while this one waited for the lock.
             if not _is_complete(target):

@@ -47,8 +47,7 @@ def suppress_if_inherited() -> None:
     if VARIABLE not in os.environ:
         return
     suppress()
-    # SGLang is imported while the process unpickles what it shall run. `parent_process` knows of a
-    # parent only after that.
+    # SGLang is imported while the process unpickles its target; `parent_process` is set after that.
     started = multiprocessing.current_process().name != "MainProcess"
     if started and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

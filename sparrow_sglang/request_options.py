@@ -30,7 +30,7 @@ ATTRIBUTE = "sparrow"
 
 
 class RequestError(InputError):
-    """A request cannot be served as it is; the message says what is allowed."""
+    """A request is invalid; the message says what is allowed."""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class RemoteLearner(Learner):
         return self._get([worker.call.remote(method, stored) for worker in self._workers])[0]
 
     def _get(self, calls: list[Any]) -> list[Any]:
-        """The workers' results; raises what they raise, or `TrainersLost` if one is gone."""
+        """The workers' results; raises what they raise, or `TrainersLost` if one has died."""
         waiting, deadline = list(calls), float("inf")
         error: RayTaskError | None = None
         while waiting:

@@ -59,7 +59,7 @@ def _join(store: dist.TCPStore, world: int, name: str) -> Any:
 
     return init_custom_process_group(
         backend="nccl" if torch.cuda.is_available() else "gloo",
-        # The same prefix as SGLang's ranks use, which get an address instead of a store.
+        # The prefix of SGLang's ranks, which are given an address instead of a store.
         store=dist.PrefixStore(name, store),
         # Longer than the limit here, as NCCL ends this process when its own runs out.
         timeout=timedelta(seconds=2 * LIMIT_S),

@@ -33,7 +33,7 @@ class EngineProcesses:
         return all(process.is_running() for process in self._processes)
 
     def require_alive(self) -> None:
-        """Raise `EngineDied` if a process is gone."""
+        """Raise `EngineDied` if a process has ended."""
         for process in self._processes:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 raise EngineDied(f"process {process.pid} of the SGLang engine died; see stderr")
@@ -82,7 +82,7 @@ class Responses:
         more_groups: MoreGroups | None,
         should_stop: ShouldStop | None,
     ) -> Iterator[tuple[int, Group]]:
-        """As `RolloutEngine.stream`. Raises `RolloutError`, and `EngineDied` if a process is gone
+        """As `RolloutEngine.stream`. Raises `RolloutError`, and `EngineDied` if a process ended
         or no response is finished within `sampling.timeout_s`."""
         silent_s = 0.0
         try:

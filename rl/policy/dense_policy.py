@@ -40,7 +40,7 @@ class Packed:
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of sequences that share a micro-batch of at most `capacity` tokens, by first-fit
-    decreasing; a longer sequence gets one of its own."""
+    decreasing; a longer sequence has one of its own."""
     packs: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -124,7 +124,7 @@ class DensePolicy:
     from which they are rounded; gradients of micro-batches add up in fp32. With `optimizer.offload`
     the copy is in CPU memory in either case, and steps are taken there. With several `ranks`, each
     holds a shard and computes a share of the micro-batches; all call the same methods with the same
-    arguments, and get the results of all."""
+    arguments, and return the results of all."""
 
     def __init__(
         self,

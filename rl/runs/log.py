@@ -73,7 +73,7 @@ class RunLog:
     def responses(self, stage: str, total: int) -> Callable[[int], None]:
         return self.progress.counter(stage, total, "responses")
 
-    def keep(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to the file `name`, each with its step; flushed to the disk."""
         if rows:
             with open(self._path.with_name(name), "a", encoding="utf-8") as file:
@@ -88,10 +88,10 @@ class RunLog:
             # A run that resumes from these weights may have evaluated them before.
             for name in (METRICS_FILE, EVALUATIONS_FILE):
                 _drop_rows(self._path.with_name(name), steps, steps)
-        self.keep(EVALUATIONS_FILE, steps, rows)
+        self.append(EVALUATIONS_FILE, steps, rows)
         self.write(steps, metrics)
 
-    def keep_skipped(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_skipped(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
             write_text(self._path.with_name("skipped_rows.jsonl"), _json_lines(rows))
 
@@ -100,7 +100,7 @@ class RunLog:
             self._rows.append(metrics)
             alarm = collapse_alarm(self._rows)
             metrics = dict(metrics) | ({} if alarm is None else {ALARM: float(alarm)})
-        self.keep(METRICS_FILE, step, [metrics])
+        self.append(METRICS_FILE, step, [metrics])
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)

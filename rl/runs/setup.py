@@ -111,7 +111,7 @@ def prepare(config: TrainConfig) -> Setup:
         engine = engine.model_copy(update={"schedule": name, "server_args": drafts})
         schedule = None
     if schedule is not None and engine.schedule == AUTO:
-        # The engine gets the schedule's name, as SPARROW_SCHEDULE in the environment could turn
+        # The engine receives the schedule's name: SPARROW_SCHEDULE in the environment could turn
         # "auto" into another schedule.
         engine = engine.model_copy(update={"schedule": schedule.name})
     notes = []

@@ -14,8 +14,8 @@ import psutil
 from sparrow_sglang.json_values import cut, quoted
 
 # (prompt, text) -> reward, or a mapping of "score" and sub-scores. A function with a parameter
-# `finish_reason` gets SGLang's finish reason too. A function (prompts, texts), optionally with a
-# parameter `finish_reasons`, gets all responses of a group at once, and returns a reward for each.
+# `finish_reason` receives SGLang's, too. A function (prompts, texts), optionally with a parameter
+# `finish_reasons`, receives all responses of a group, and returns a reward for each.
 # A reward of None, or a "score" of None, is missing.
 Reward = Callable[..., Any]
 # Task name, the reward's positional arguments, and its keyword arguments.

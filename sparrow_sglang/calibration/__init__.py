@@ -4,4 +4,4 @@ from sparrow_sglang.errors import InputError
 
 
 class CalibrationError(InputError):
-    """Calibration cannot go on; finished measurements are kept."""
+    """Calibration cannot continue; finished measurements are kept."""

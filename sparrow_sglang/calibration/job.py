@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.prompts import (
@@ -246,23 +246,8 @@ def _job(
     **fields: Any,
 ) -> Job:
     """The job whose prompts are decoded `under` schedules; the engine starts with `schedule`."""
-    tokenize, context = tokenizer_of(model["path"]), model["context"]
-    checked = bool(fields["schedules"])
-    if options.prompts is not None:
-        prompts = read_prompts(options.prompts, tokenize, context)
-        vocab_size = model_value(model["hf_config"], "vocab_size")
-        for prompt in prompts:
-            if vocab_size and (most := max(prompt.input_ids + prompt.response_ids)) >= vocab_size:
-                line = prompt.name.partition("-")[0]
-                raise CalibrationError(
-                    f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
-                )
-    else:
-        per_bin = options.prompts_per_bin or PROMPTS_PER_BIN
-        sizes = context, fields["bin_tokens"], options.new_tokens, per_bin
-        prompts = builtin_prompts(
-            tokenize, *sizes, "check" if checked else "calibration", options.seed
-        )
+    context, checked = model["context"], bool(fields["schedules"])
+    prompts = _prompts(options, model, fields["bin_tokens"], checked)
     if options.samples > 1 and all(prompt.response_ids for prompt in prompts):
         raise CalibrationError(f"--samples {options.samples} along given responses: expected 1")
     room = context - UNSCORED
@@ -282,7 +267,6 @@ def _job(
         **model,
         prompts=prompts,
         samples=samples,
-        # Everything that the measurements depend on: a work folder belongs to one set of settings.
         settings={
             **_identity(options.model_path, model["path"]),
             "device": device_name(),
@@ -304,6 +288,26 @@ def _job(
         engine_args=engine_args | options.engine_args,
         **fields,
     )
+
+
+def _prompts(
+    options: CalibrationOptions, model: dict[str, Any], bin_tokens: int, checked: bool
+) -> list[Prompt]:
+    tokenize, context = tokenizer_of(model["path"]), model["context"]
+    if options.prompts is None:
+        per_bin = options.prompts_per_bin or PROMPTS_PER_BIN
+        sizes = context, bin_tokens, options.new_tokens, per_bin
+        part: Literal["check", "calibration"] = "check" if checked else "calibration"
+        return builtin_prompts(tokenize, *sizes, part, options.seed)
+    prompts = read_prompts(options.prompts, tokenize, context)
+    vocab_size = model_value(model["hf_config"], "vocab_size")
+    for prompt in prompts:
+        if vocab_size and (most := max(prompt.input_ids + prompt.response_ids)) >= vocab_size:
+            line = prompt.name.partition("-")[0]
+            raise CalibrationError(
+                f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
+            )
+    return prompts
 
 
 def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:

@@ -55,7 +55,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
             continue
         with _keeping_measurements(job.work):
             schedule.save(path)
-        yield f"{path} (target {target})\n{describe(schedule)}\n"
+        yield f"{path} (target {target})\n{describe_bins(schedule)}\n"
     if failures:
         raise CalibrationError(
             f"{'; '.join(failures)}; the measurements are kept in {job.work.path}"
@@ -161,7 +161,7 @@ def check_schedule(
     }
 
 
-def describe(schedule: BudgetSchedule) -> str:
+def describe_bins(schedule: BudgetSchedule) -> str:
     return _table(schedule.provenance["bins"], schedule.bin_tokens, "basis")
 
 

@@ -42,7 +42,7 @@ def score_dense(
     prompts are prefilled again.
 
     Raises `ValueError` on an empty prompt or response, `EndpointError` if the server refuses a
-    sequence or is gone.
+    sequence or is down.
     """
     for index, (prompt, response) in enumerate(sequences):
         if not len(prompt) or not len(response):
@@ -111,7 +111,7 @@ def measure_acceptance(
         rollouts: per sequence, what its sampler recorded at temperature 1 without truncation: the
             log-probs [T] of the response's tokens, or the answer of `Engine.generate` or /generate
             to a request with `return_logprob`.
-        schedule: the one that the responses were decoded under; None asks the server for its
+        schedule: the one that the responses were decoded under; None reads the server's
             active one, for which `api_key` must be that of `get_schedule`.
         lora_path: adapter to score with; None is the base model, which is what a rollout under a
             DistillSparse adapter is compared with.

@@ -23,7 +23,7 @@ def get_schedule(target: Any, *, api_key: str | None = None) -> BudgetSchedule:
     """The active schedule of `target`, an `sglang.Engine` or a server's base URL.
 
     `api_key` is the server's --admin-api-key, or else --api-key, if it has one. Raises
-    `EndpointError` if the server is gone, or serves without this backend.
+    `EndpointError` if the server is down, or serves without this backend.
     """
     answer = connect(target, api_key).call_sparrow("schedule")
     return BudgetSchedule(**answer["schedule"])
@@ -51,7 +51,7 @@ def set_schedule(
         timeout_s: how long to wait for the running requests; without it, until the last one ends.
 
     Raises `ScheduleError` if the file holds no schedule, `EndpointError` if the server refused or
-    is gone. Warns if the schedule was calibrated for another model.
+    is down. Warns if the schedule was calibrated for another model.
     """
     if isinstance(schedule, str) and (schedule.endswith(".json") or os.sep in schedule):
         schedule = BudgetSchedule.from_json(schedule)
@@ -85,7 +85,7 @@ def push_adapter(
         config: the fields of adapter_config.json; needed with tensors, not allowed with a folder.
 
     Raises `ValueError` if the folder cannot be read, or `config` is missing or given beside one;
-    `EndpointError` if the server refused, before it touches a former adapter, or is gone.
+    `EndpointError` if the server refused, before it touches a former adapter, or is down.
     """
     from safetensors.torch import save
 

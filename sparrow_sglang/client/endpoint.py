@@ -23,14 +23,14 @@ _Result = TypeVar("_Result")
 
 
 class EndpointError(SparrowError, RuntimeError):
-    """A request failed or the server is gone; the message says which and why, in one line."""
+    """A request failed or the server is down; the message says which and why, in one line."""
 
 
 def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEndpoint":
     """The endpoint behind `target`, an `sglang.Engine` or a server's base URL. `api_key` is the
     server's --api-key or --admin-api-key; an engine needs none. Raises `ValueError` for any
     other target; does not contact the server yet. The endpoint's methods block, and raise
-    `EndpointError` if the server refuses the request or is gone."""
+    `EndpointError` if the server refuses the request or is down."""
     if isinstance(target, str):
         if not target.startswith(("http://", "https://")):
             raise ValueError(f"target={target!r}: expected a URL, such as http://127.0.0.1:30000")

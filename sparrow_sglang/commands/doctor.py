@@ -145,7 +145,7 @@ def _check_platform() -> Check:
 
 def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import describe
+    from sparrow_sglang.plugin.server_log import describe_schedule
 
     try:
         # SGLang's own start-up messages would drown the report.
@@ -167,7 +167,7 @@ def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
     schedule = resolve_schedule(server_args, hf_config)
     yield _check_kernels(server_args, model_config, schedule)
     lossless = describe_lossless(resolved(server_args))
-    detail = f"sparse decode with {describe(schedule, hf_config, lossless)}"
+    detail = f"sparse decode with {describe_schedule(schedule, hf_config, lossless)}"
     if schedule.is_foreign(hf_config):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:

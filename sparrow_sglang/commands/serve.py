@@ -135,7 +135,7 @@ def _serve(argv: Sequence[str]) -> None:
 def _ready_lines(server_args: "ServerArgs") -> str:
     from sparrow_sglang.attention_backends.dense_side import dense_backend
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import describe
+    from sparrow_sglang.plugin.server_log import describe_schedule
 
     view, model_config = resolved(server_args), read_model_config(server_args)
     schedule = resolve_schedule(server_args, model_config.hf_config)
@@ -144,7 +144,7 @@ def _ready_lines(server_args: "ServerArgs") -> str:
     url = f"http://{server_args.host}:{server_args.port}"
     rows = {
         "model": server_args.model_path,
-        "decode": describe(schedule, model_config.hf_config, lossless),
+        "decode": describe_schedule(schedule, model_config.hf_config, lossless),
         "prefill": dense_backend(server_args, model_config) if on_gpu else f"torch, {view.device}",
         "request": f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d"
         f""" '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'""",
@@ -167,7 +167,7 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     folder = model and model_folder(model)
     if folder is None or folder == model:
         return defaults + flags
-    # Clients request the model by its name and not by a path in somebody's cache.
+    # Clients request the model by its name, not by a path in the user's cache.
     return [*defaults, "--served-model-name", str(model), *flags, _MODEL_FLAGS[0], folder]
 
 

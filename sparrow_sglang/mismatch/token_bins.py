@@ -26,7 +26,7 @@ def token_bins(
 
     Only tokens of sparse decode steps count: where the budget holds all cached tokens, decode is
     dense. A token belongs to the bin of the budget that its step has read. Bins are
-    `tail_bin_tokens(schedule)` positions wide, and go on beyond the schedule's last one.
+    `tail_bin_tokens(schedule)` positions wide, and continue beyond the schedule's last one.
     `prefilled` are indices of response tokens that no decode step has sampled: the first one, the
     first one of each further request that continued the response, and inserted tokens.
     """

@@ -31,7 +31,7 @@ from sparrow_sglang.plugin.scheduler_calls import (
     scheduler_rpc,
 )
 from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.plugin.server_log import announce, describe
+from sparrow_sglang.plugin.server_log import announce, describe_schedule
 from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
 from sparrow_sglang.request_options import ATTRIBUTE
 from sparrow_sglang.schedule import DENSE, DRAFTS, BudgetSchedule, ScheduleError
@@ -164,7 +164,7 @@ def require_seconds(timeout_s: Any) -> None:
 async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dict[str, Any]:
     """Recompute every landmark in use and compare, while no request runs; a debugging aid.
 
-    New requests wait meanwhile, for the running ones at most `timeout_s`.
+    New requests wait until it is done, which waits at most `timeout_s` for the running ones.
 
     Returns:
         `pages`, the number of pages whose landmarks are right.
@@ -239,7 +239,7 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
         lossless = describe_lossless(resolved(scheduler.server_args))
         announce(
             f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
-            f" {describe(schedule, scheduler.model_config.hf_config, lossless)}"
+            f" {describe_schedule(schedule, scheduler.model_config.hf_config, lossless)}"
         )
     return _fields(budgets.schedule)
 

@@ -1,4 +1,4 @@
-"""Guards of SGLang's control calls: what would end the scheduler is answered with what is wrong.
+"""Guards of SGLang's control calls: one that would end the scheduler is rejected with a reason.
 SGLang asserts in the scheduler that it is idle, or that memory has been released, and a failed
 assertion ends it, and with it all requests. During these calls no score of the audit runs."""
 
@@ -15,7 +15,7 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 def _hook(guard: Call) -> Call:
     """AROUND hook of a method of the TokenizerManager; does nothing with another backend. `guard`
-    gets the call without its arguments, the manager, our state and the request."""
+    receives the bound call, the manager, our state and the request."""
 
     @functools.wraps(guard)
     async def hook(call: Call, manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ async def end_weight_update(call: Call, manager: Any, state: ServerState, reques
 
 @_hook
 async def release_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Refuse as long as requests use the memory; `check_request` refuses them until it is back."""
+    """Refuse while requests use the memory; `check_request` refuses them until it is resumed."""
     tags = _tags(request)
     async with _without_scores(state):
         if not manager.is_pause and await manager.model_update_lock.is_locked():
@@ -120,7 +120,7 @@ async def release_memory(call: Call, manager: Any, state: ServerState, request: 
 @_hook
 async def resume_memory(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     tags = _tags(request)
-    # A client may repeat a call that it has given up, and a second resume would end the scheduler.
+    # A client may retry a call that timed out, and a second resume would end the scheduler.
     async with state.resuming:
         if missing := sorted(tags - state.released):
             expected = sorted(state.released)

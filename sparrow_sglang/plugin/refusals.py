@@ -186,27 +186,7 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             fix = f"pass {flag} {refusal.allowed}" if refusal.allowed else f"remove {flag}"
             problems.append(f"{refusal.field}={value!r}: {refusal.why}; {fix}")
     problems += lossless_argument_problems(server_args)
-    log = server_args.sparrow_audit_log
-    if log is not None and not server_args.sparrow_audit_rate:
-        problems.append(
-            f"sparrow_audit_log={log!r}: nothing is audited; pass --sparrow-audit-rate 0.01"
-        )
-    elif log is not None:
-        folder = Path(log).absolute()
-        parent = next(path for path in (folder, *folder.parents) if path.exists())
-        if not log or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            problems.append(f"sparrow_audit_log={log!r}: expected a folder that can be written to")
-    audited = server_args.sparrow_audit_rate
-    if audited and server_args.pp_size > 1:
-        problems.append(
-            f"pp_size={server_args.pp_size} with --sparrow-audit-rate: SGLang does not return what"
-            " the last stage measures; pass --sparrow-audit-rate 0"
-        )
-    if audited and server_args.enable_dp_attention and not server_args.enable_dp_lm_head:
-        problems.append(
-            "enable_dp_attention with --sparrow-audit-rate: a replica computes no logits alone;"
-            " pass --enable-dp-lm-head"
-        )
+    problems += _audit_problems(server_args)
     # A string or a mapping until SGLang has parsed it; neither has the attribute.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     backend = getattr(graphs, "backend", None)
@@ -230,6 +210,32 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
     return problems
 
 
+def _audit_problems(server_args: "ServerArgs") -> list[str]:
+    problems = []
+    log = server_args.sparrow_audit_log
+    if log is not None and not server_args.sparrow_audit_rate:
+        problems.append(
+            f"sparrow_audit_log={log!r}: nothing is audited; pass --sparrow-audit-rate 0.01"
+        )
+    elif log is not None:
+        folder = Path(log).absolute()
+        parent = next(path for path in (folder, *folder.parents) if path.exists())
+        if not log or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            problems.append(f"sparrow_audit_log={log!r}: expected a folder that can be written to")
+    audited = server_args.sparrow_audit_rate
+    if audited and server_args.pp_size > 1:
+        problems.append(
+            f"pp_size={server_args.pp_size} with --sparrow-audit-rate: SGLang does not return what"
+            " the last stage measures; pass --sparrow-audit-rate 0"
+        )
+    if audited and server_args.enable_dp_attention and not server_args.enable_dp_lm_head:
+        problems.append(
+            "enable_dp_attention with --sparrow-audit-rate: a replica computes no logits alone;"
+            " pass --enable-dp-lm-head"
+        )
+    return problems
+
+
 def model_problems(model_config: "ModelConfig") -> list[str]:
     """Properties of the model, by its config as SGLang reads it, that the backend cannot serve."""
     from sglang.srt.configs.model_config import is_minimax_sparse
@@ -237,6 +243,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
     text = model_config.hf_text_config
     kinds = set(map(str, layer_types_of(text)))
     other_kinds = sorted(kinds - {FULL, WINDOW, LINEAR})
+    listed = f" (layer_types: {', '.join(other_kinds)})" if other_kinds else ""
     model = " ".join(model_config.hf_config.architectures or ["this model"])
     is_known = bool(set(_LINEAR_MODELS).intersection(model_config.hf_config.architectures or ()))
     if is_known and getattr(text, "full_attention_interval", None) is None:
@@ -257,7 +264,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
             model_config.attention_arch.name == "MLA"
         ),
         "hybrid attention: some of its layers keep something else than KV, a sliding window or the"
-        " state of linear attention as in Qwen3-Next and Qwen3.5": (
+        f" state of linear attention as in Qwen3-Next and Qwen3.5{listed}": (
             bool(other_kinds)
             or model_config.attention_chunk_size is not None
             or ((hybrid is not None or LINEAR in kinds) and not is_linear)
@@ -280,10 +287,8 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
         "sparse attention of its own": is_minimax_sparse(model_config.hf_config),
     }
-    kinds_text = f" (layer_types: {', '.join(other_kinds)})" if other_kinds else ""
     return [
-        f"model {model}: {what}{kinds_text if what.startswith('hybrid') else ''}; choose another"
-        " --attention-backend for it"
+        f"model {model}: {what}; choose another --attention-backend for it"
         for what, present in properties.items()
         if present
     ]

@@ -27,7 +27,7 @@ from sparrow_sglang.plugin.refusals import (
     runner_problems,
     server_problems,
 )
-from sparrow_sglang.plugin.server_log import announce, describe
+from sparrow_sglang.plugin.server_log import announce, describe_schedule
 from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
 from sparrow_sglang.sglang_arguments import resolved
 from sparrow_sglang.sglang_install import (
@@ -86,7 +86,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     if rank.tp_rank == rank.pp_rank == 0 and not rank.dp_rank:
         if installed_version() not in SUPPORTED:
             announce(f"SGLang {installed_version()} has not been tested, but all hooks fit into it")
-        line = describe(schedule, model_config.hf_config, describe_lossless(view))
+        line = describe_schedule(schedule, model_config.hf_config, describe_lossless(view))
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
         announce(f"sparse decode with {line}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
 MAX_SAMPLES = 1024
-"""Largest `n`: SGLang prepares all samples of a prompt at once, and serves nobody meanwhile."""
+"""Largest `n`: SGLang prepares all samples of a prompt in one go, and serves no other request."""
 MAX_REQUESTS = 4096
 """Largest number of prompts times `n` in one call, for the same reason."""
 MAX_LOGPROBS = 2**22

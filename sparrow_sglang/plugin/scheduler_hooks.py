@@ -116,8 +116,8 @@ def finish_by_token(original: Callable[..., None], req: "Req", new_accepted_len:
 
 
 def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook: a session goes on after the returned tokens of its requests. SGLang would go on
-    after all tokens of their last round."""
+    """BEFORE hook: a session continues after the returned tokens of its requests; in SGLang, after
+    all tokens of their last round."""
     for node in session.req_nodes.values():
         node.req.output_ids = node.req.output_ids_through_stop
 

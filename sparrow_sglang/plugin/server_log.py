@@ -36,8 +36,8 @@ def keep_warnings() -> None:
         _logger.setLevel(logging.WARNING)
 
 
-def describe(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> str:
-    """One schedule in one line, with what `describe_lossless` returns."""
+def describe_schedule(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> str:
+    """One line on `schedule`; `lossless` is that of `describe_lossless`."""
     if schedule.is_dense:
         return f"schedule {schedule.name}: every step reads everything"
     budgets, rule = schedule.budget_tokens, schedule.selection
@@ -46,11 +46,11 @@ def describe(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> st
         "sliding windows": window_layers(hf_config),
         "linear attention": linear_layers(hf_config),
     }
-    partial = {layer for found in kinds.values() for layer in found}
+    partial = {layer for of_kind in kinds.values() for layer in of_kind}
     layers = f"dense layers {[layer for layer in schedule.dense_layers if layer not in partial]}"
-    for kind, found in kinds.items():
-        if found:
-            layers += f", {kind} in {len(found)} of {num_layers_of(hf_config)} layers"
+    for kind, of_kind in kinds.items():
+        if of_kind:
+            layers += f", {kind} in {len(of_kind)} of {num_layers_of(hf_config)} layers"
     # With lossless decoding no schedule changes the answers.
     drafts = lossless and not schedule.calibrated
     state = "needs no calibration" if drafts else schedule.describe_calibration(hf_config)

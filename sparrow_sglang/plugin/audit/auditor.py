@@ -86,7 +86,7 @@ class Auditor:
             self.report.publish()
 
     def set_schedule(self, schedule: BudgetSchedule) -> None:
-        """Audit under `schedule` from now on; statistics start anew if the schedule changed."""
+        """Audit under `schedule` from now on; statistics restart if the schedule changed."""
         if schedule != self.report.schedule:
             self._queue.clear()
             self.report.start(schedule)

@@ -76,7 +76,7 @@ class MismatchLog:
                 raise
 
     def _write(self, added: list[NDArray[Any]]) -> None:
-        # Deleted or unmounted. Do not make it again: nobody would find the file.
+        # Deleted or unmounted. If it were created again, the file might be lost.
         if not self._folder.is_dir():
             raise FileNotFoundError(f"mismatch log {self._folder}: the folder is gone")
         import pyarrow.parquet

@@ -50,7 +50,7 @@ class AuditReport:
         self.publish_load(())
 
     def start(self, schedule: BudgetSchedule) -> None:
-        """Start counting anew under `schedule`."""
+        """Restart all counts, under `schedule`."""
         self.schedule = schedule
         width = tail_bin_tokens(schedule)
         self._tails = TailStatistics(width)

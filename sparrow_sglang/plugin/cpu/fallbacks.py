@@ -27,7 +27,7 @@ class _WithoutPinnedMemory(TorchFunctionMode):
 
 
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook: LoRA asks for pinned memory unconditionally."""
+    """AROUND hook: LoRA allocates pinned memory unconditionally."""
     with _WithoutPinnedMemory():
         return original(*args, **kwargs)
 

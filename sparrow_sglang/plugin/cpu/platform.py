@@ -14,7 +14,7 @@ from sparrow_sglang.plugin.server_log import announce
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# The machine may be somebody's laptop, and torch zeroes, hence touches, the whole KV pool: 0.75 GB
+# The machine may be a laptop, and torch zeroes, hence touches, the whole KV pool: 0.75 GB
 # for the embedded model. Both are upper limits.
 MAX_TOTAL_TOKENS = 32768
 MEMORY_FRACTION = 0.5
@@ -31,7 +31,7 @@ class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
                 "no accelerator found, so SGLang runs on sparrow-sglang's CPU platform, in plain"
                 " torch; SGLANG_USE_CPU_ENGINE=1 chooses SGLang's own CPU engine"
             )
-        # SGLang fills in intel_amx on every CPU before it asks the platform.
+        # SGLang fills in intel_amx on every CPU before it calls the platform.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = self.get_default_attention_backend()
         # The other LoRA backends are Triton kernels.
@@ -60,7 +60,7 @@ class SparrowCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def get_kv_pool_cls(self, *, kind: str) -> None:
-        # SGLang's own class, which versions before 0.5.23 ask for by name, below.
+        # SGLang's own class, which versions before 0.5.23 request by the method below.
         return None
 
     def get_mha_kv_pool_cls(self) -> type:

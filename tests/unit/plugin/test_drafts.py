@@ -9,7 +9,7 @@ import torch
 from frequencies import REQUESTS, p_value, sampled_from, sampling
 
 from sparrow_sglang.plugin.lossless import drafts as reference
-from sparrow_sglang.plugin.server_log import describe
+from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedule import BudgetSchedule
 
 
@@ -105,5 +105,5 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> Non
 
 def test_schedules_of_drafts_need_no_calibration() -> None:
     drafts = BudgetSchedule.drafts()
-    assert "NOT calibrated" in describe(drafts, {})
-    assert "NOT calibrated" not in describe(drafts, {}, lossless="lossless, 8 drafts")
+    assert "NOT calibrated" in describe_schedule(drafts, {})
+    assert "NOT calibrated" not in describe_schedule(drafts, {}, lossless="lossless, 8 drafts")

@@ -89,7 +89,7 @@ def write_run(folder: Path, steps: int) -> None:
     for step in range(steps):
         if step % 4 == 0:
             log.write_evaluation(step, {"eval/pass_rate": 0.3 + 0.02 * step}, [])
-        log.keep(RESPONSES_FILE, step, responses(step))
+        log.append(RESPONSES_FILE, step, responses(step))
         log.write(step, step_metrics(step))
     log.write_evaluation(steps, {"eval/pass_rate": 0.75}, [])
     log.close()

@@ -24,7 +24,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     for first, last in ((0, 4), (2, 5)):
         log = RunLog(config(tmp_path), first)
         for step in range(first, last):
-            log.keep(RESPONSES_FILE, step, [{"text": f"{first} {sample}"} for sample in range(2)])
+            log.append(RESPONSES_FILE, step, [{"text": f"{first} {sample}"} for sample in range(2)])
         log.close()
     rows = [json.loads(line) for line in (tmp_path / RESPONSES_FILE).read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
