@@ -90,7 +90,7 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
         state=State(),
         prompts_used=4,
         updating=nullcontext,
-        log=SimpleNamespace(write=lambda *_: None, keep=lambda *_: None),
+        log=SimpleNamespace(write=lambda *_: None, append=lambda *_: None),
     )
     trainer.train_step(run, 0, Collected(groups, tuple(REWARDS), (), {}, 100), Clock())
 
