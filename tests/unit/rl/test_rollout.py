@@ -1,4 +1,4 @@
-"""What a rollout takes from an engine's answers, and the buckets that weights travel in."""
+"""Responses from an engine's outputs, and the buckets in which weights are sent."""
 
 import asyncio
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a request is told it read, against a loop over its steps by the contract's own budgets."""
+"""The KV usage that a request reports, against a loop over its steps by the contract's budgets."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ def test_without_a_decode_step(generated):
     assert RequestOption(GROWING).usage(90, generated) == KvUsage("grows", None, 0)
 
 
-def test_a_scheduler_goes_on_where_an_option_cannot_be_read():
+def test_a_scheduler_ignores_an_invalid_option():
     class Req:
         sampling_params = SimpleNamespace(custom_params={"sparrow": {"schedule": "gone"}})
 

@@ -1,4 +1,4 @@
-"""What a run checks and chooses before anything starts."""
+"""Checks and choices of a run before anything starts."""
 
 import json
 import shutil

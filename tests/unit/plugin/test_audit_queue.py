@@ -1,4 +1,4 @@
-"""Which requests an audit takes, and what it keeps of them until they are scored."""
+"""Requests that an audit records, and what is kept of them until they are scored."""
 
 import asyncio
 from collections import Counter
