@@ -138,7 +138,7 @@ def new_groups(run: Run, first: int, count: int) -> list[Group]:
 def finished_counter(run: Run) -> OnFinished:
     settings = run.config.rollout
     total = settings.prompts_per_step * settings.samples_per_prompt
-    return run.log.responses("rollout", total)
+    return run.log.response_counter("rollout", total)
 
 
 def with_penalties(settings: RolloutConfig, rewards: Rewards, group: Group) -> Rewards:

@@ -56,7 +56,7 @@ def evaluate(run: Run) -> Evaluation:
     )
     run.learner.deliver(run.engine, str(run.state.step), adapted=False)
     samples = settings.samples_per_prompt
-    finished = run.log.responses("evaluation", len(prompts) * samples)
+    finished = run.log.response_counter("evaluation", len(prompts) * samples)
     groups = run.engine.generate(prompts, samples, sampling, finished)
     scores = run.reward_workers.score(groups)
     sets = tuple(name for name, in_set in prompts_by_set.items() for _ in in_set)

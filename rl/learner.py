@@ -19,7 +19,7 @@ from sparrow_sglang.rl.engines.local_engine import LocalEngine, NamedTensors
 from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.shards import local
-from sparrow_sglang.rl.policy.stored import load_state, save_model, save_state
+from sparrow_sglang.rl.policy.storage import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.rl.rollout import RolloutEngine
 from sparrow_sglang.schedule import BudgetSchedule

@@ -81,25 +81,25 @@ class MiniBatchLoss:
         counts = torch.tensor(self.lengths)
         self._owner = torch.arange(len(counts)).repeat_interleave(counts)
 
-    def __call__(self, logprobs: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """The part of the loss from the tokens at `where`, those of whole sequences; `logprobs`
+    def __call__(self, logprobs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """The part of the loss from the tokens at `indices`, those of whole sequences; `logprobs`
         have gradient. Raises `ValueError` on log-probs that are not finite."""
-        where, device, settings = where.cpu(), logprobs.device, self.settings
-        self.seen[where] = logprobs.detach().float().cpu()
-        dense = (self.seen if self.dense_logprobs is None else self.dense_logprobs)[where]
-        lengths = self._owner[where].unique_consecutive(return_counts=True)[1].tolist()
-        weights = correct(dense, self.rollout_logprobs[where], lengths, settings).weights
-        shares = self._shares[where].to(device)
+        indices, device, settings = indices.cpu(), logprobs.device, self.settings
+        self.seen[indices] = logprobs.detach().float().cpu()
+        dense = (self.seen if self.dense_logprobs is None else self.dense_logprobs)[indices]
+        lengths = self._owner[indices].unique_consecutive(return_counts=True)[1].tolist()
+        weights = correct(dense, self.rollout_logprobs[indices], lengths, settings).weights
+        shares = self._shares[indices].to(device)
         loss, metrics = policy_loss(
             logprobs,
             dense.to(device),
-            self.advantages[where].to(device),
+            self.advantages[indices].to(device),
             weights.to(device) * shares,
             len(self.advantages),
             settings,
         )
         if self.reference_logprobs is not None:
-            divergence = kl_to_reference(logprobs, self.reference_logprobs[where].to(device))
+            divergence = kl_to_reference(logprobs, self.reference_logprobs[indices].to(device))
             kl = (divergence * shares).sum() / len(self.advantages)
             loss = loss + settings.kl_coefficient * kl
             metrics["actor/kl_loss"] = float(kl.detach())

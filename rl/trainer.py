@@ -154,7 +154,7 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
 def _evaluate(run: Run) -> None:
     steps, evaluation = run.state.step, evaluate(run)
     for line in evaluation.lines():
-        run.log.progress.say(f"after {steps} steps: {line}")
+        run.log.progress.print_line(f"after {steps} steps: {line}")
     # Before the checkpoint, during which the run may be killed.
     rows = evaluation.rows(run.setup.tokenizer.decode)
     run.log.write_evaluation(steps, evaluation.metrics, rows)

@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 
-VARIABLE = "SPARROW_LEAVE_OUT_NOISE"
+_VARIABLE = "SPARROW_LEAVE_OUT_NOISE"
 """Set for the processes that a command starts."""
 
 # The first is Python's, on semaphores of processes that SGLang kills.
@@ -25,8 +25,8 @@ _LOGGED = {
 
 def suppress() -> None:
     """Here, and in processes started from now on."""
-    if VARIABLE not in os.environ:
-        os.environ[VARIABLE] = "1"
+    if _VARIABLE not in os.environ:
+        os.environ[_VARIABLE] = "1"
         inherited = filter(None, [os.environ.get("PYTHONWARNINGS")])
         ours = (f"ignore:{beginning}:UserWarning" for beginning in _WARNINGS)
         os.environ["PYTHONWARNINGS"] = ",".join((*inherited, *ours))
@@ -44,7 +44,7 @@ def suppress_if_inherited() -> None:
     """`suppress` in a process that a command of ours has started. Ctrl-C on a terminal reaches the
     command and all processes that it has started. These ignore it, and the command ends them;
     otherwise each would end with a traceback."""
-    if VARIABLE not in os.environ:
+    if _VARIABLE not in os.environ:
         return
     suppress()
     # SGLang is imported while the process unpickles its target; `parent_process` is set after that.

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, a dated line a minute elsewhere."""
+"""Progress of a command: a bar on a terminal, elsewhere a line per minute with the time."""
 
 import math
 import sys
@@ -15,7 +15,7 @@ LOG_EVERY_S = 60.0
 
 class Progress:
     """The stage under way, on stderr, and results above it, on stdout. A bar of tqdm over `total`
-    units where stderr is a terminal. Elsewhere a line with the time of day, `where` and the stage,
+    units where stderr is a terminal. Elsewhere a line with the time of day, `prefix` and the stage,
     at most one in `LOG_EVERY_S`, or nothing if `quiet`."""
 
     def __init__(self, total: int, unit: str, initial: int = 0, quiet: bool = False) -> None:
@@ -28,23 +28,23 @@ class Progress:
             total=total, unit=unit, initial=initial, disable=self._plain, dynamic_ncols=True
         )
         self._logged_at = math.inf if quiet else -math.inf
-        self.where = ""
+        self.prefix = ""
 
     def show(self, stage: str) -> None:
         self._bar.set_postfix_str(stage)
         now = time.monotonic()
         if self._plain and now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
-            print(f"{time.strftime('%H:%M:%S')} {self.where}{stage}", file=sys.stderr, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {self.prefix}{stage}", file=sys.stderr, flush=True)
 
-    def counter(self, stage: str, total: int, things: str) -> Callable[..., None]:
-        """A function that counts on by 1, or by its argument, and shows the count."""
+    def counter(self, stage: str, total: int, unit: str) -> Callable[..., None]:
+        """A function that counts up by 1, or by its argument, and shows the count."""
         done = 0
 
         def finished(count: int = 1) -> None:
             nonlocal done
             done += count
-            self.show(f"{stage} {done}/{total} {things}")
+            self.show(f"{stage} {done}/{total} {unit}")
 
         finished(0)
         return finished
@@ -52,7 +52,7 @@ class Progress:
     def advance(self, units: int = 1) -> None:
         self._bar.update(units)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         if self._plain:
             print(line, flush=True)
         else:

@@ -45,17 +45,17 @@ _MOVED: dict[str, str | None] = {
     # In 0.5.15, models whose windows have a pool of their own are refused.
     "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
 }
-"""Where older versions have what the table of hooks names; None where they have nothing of it."""
+"""Names in older versions of targets in the table of hooks; None where they have no such target."""
 
 
 @functools.cache
 def located(target: str) -> str | None:
-    """`target`, or where this SGLang has it; None if this one has no need of a hook there."""
-    return _MOVED[target] if target in _MOVED and named(target) is None else target
+    """`target`, or its name in this SGLang; None if this version needs no hook there."""
+    return _MOVED[target] if target in _MOVED and resolve_target(target) is None else target
 
 
-def named(target: str) -> Any:
-    """What `target` names; None if this SGLang has nothing of that name."""
+def resolve_target(target: str) -> Any:
+    """The object that `target` names; None if this SGLang has none."""
     try:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError):

@@ -27,7 +27,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A micro-batch: concatenated sequences, [T]. `predictors` [n] are the positions that predict
-    the response tokens `targets` [n]; `where` [n] are their indices in the batch."""
+    the response tokens `targets` [n]; `indices` [n] are theirs in the batch."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -35,7 +35,7 @@ class Packed:
     prompt_lengths: tuple[int, ...]
     predictors: torch.Tensor
     targets: torch.Tensor
-    where: torch.Tensor
+    indices: torch.Tensor
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -75,9 +75,9 @@ def assign_to_ranks(
 
 
 def build_micro_batch(
-    sequences: Sequence[TokenSequence], where: np.ndarray, device: torch.device
+    sequences: Sequence[TokenSequence], indices: np.ndarray, device: torch.device
 ) -> Packed:
-    """`where` [n] are the indices of the response tokens of `sequences` in the batch."""
+    """`indices` [n] are those of the response tokens of `sequences` in the batch."""
     tokens = np.concatenate([part for sequence in sequences for part in sequence])
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -94,7 +94,7 @@ def build_micro_batch(
         tuple(len(prompt) for prompt, _ in sequences),
         on_device(sampled - 1),
         on_device(tokens[sampled]),
-        on_device(where),
+        on_device(indices),
     )
 
 
@@ -206,9 +206,9 @@ class DensePolicy:
         logprobs, entropies = torch.zeros(sum(counts)), torch.zeros(sum(counts))
         for packed in self.micro_batches(sequences):
             rule = SparseRule(schedule, packed.prompt_lengths) if schedule else None
-            where = packed.where.cpu()
+            indices = packed.indices.cpu()
             part, entropy = self._logprobs(packed, temperature, True, rule)
-            logprobs[where], entropies[where] = part.cpu(), entropy.cpu()
+            logprobs[indices], entropies[indices] = part.cpu(), entropy.cpu()
         logprobs, entropies = self.ranks.add(logprobs), self.ranks.add(entropies)
         return list(logprobs.split(counts)), list(entropies.split(counts))
 
@@ -268,7 +268,7 @@ class DensePolicy:
         for row, adapted in zip(rates, actors, strict=True):
             with adapted():
                 for packed, dense in zip(packs, targets, strict=True):
-                    row[packed.where.cpu()] = self.gathered(partial(measure, packed, dense)).cpu()
+                    row[packed.indices.cpu()] = self.gathered(partial(measure, packed, dense)).cpu()
         self.ranks.add(rates)
         counts = [len(response) for _, response in sequences]
         return [[part.double().numpy() for part in row.split(counts)] for row in rates]
@@ -291,8 +291,8 @@ class DensePolicy:
         for packed in self.micro_batches(sequences):
             logprobs, entropy = self._logprobs(packed, temperature, entropies is not None)
             if entropies is not None:
-                entropies[packed.where.cpu()] = entropy.cpu()
-            part = loss(logprobs, packed.where) if len(logprobs) else logprobs.sum()
+                entropies[packed.indices.cpu()] = entropy.cpu()
+            part = loss(logprobs, packed.indices) if len(logprobs) else logprobs.sum()
             # FSDP averages gradients over ranks; the factor turns the mean into a sum.
             (part * self.ranks.world).backward()
             total, count = total + float(part.detach()), count + 1
@@ -377,8 +377,8 @@ class DensePolicy:
             # An idle rank computes one prompt token, as the ranks gather each layer together.
             chosen = [sequences[i] for i in members] or [((0,), ())]
             parts = [np.arange(starts[i], starts[i + 1]) for i in members]
-            where = np.concatenate([np.arange(0), *parts])
-            yield build_micro_batch(chosen, where, self.device)
+            indices = np.concatenate([np.arange(0), *parts])
+            yield build_micro_batch(chosen, indices, self.device)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

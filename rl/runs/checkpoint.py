@@ -29,7 +29,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner, TrainersLost
-from sparrow_sglang.rl.policy.stored import export
+from sparrow_sglang.rl.policy.storage import export
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import METRICS_FILE
 

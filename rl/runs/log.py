@@ -70,7 +70,7 @@ class RunLog:
             self._tensorboard = SummaryWriter(folder, purge_step=first)
         self.progress = Progress(config.steps, "step", first, quiet=True)
 
-    def responses(self, stage: str, total: int) -> Callable[[int], None]:
+    def response_counter(self, stage: str, total: int) -> Callable[[int], None]:
         return self.progress.counter(stage, total, "responses")
 
     def append(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -106,7 +106,7 @@ class RunLog:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if "timing_s/step" in metrics:
-            self.progress.say(step_line(step, self._steps, metrics, self._dense))
+            self.progress.print_line(step_line(step, self._steps, metrics, self._dense))
             self.progress.advance()
 
     def close(self) -> None:

@@ -183,7 +183,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         opened.enter_context(reward_workers)
         log = opened.enter_context(closing(RunLog(config, taken)))
         for note in setup.notes:
-            log.progress.say(note)
+            log.progress.print_line(note)
         log.write_skipped([asdict(row) for row in setup.task.skipped])
         log.progress.show("starting the engine")
         # The seed differs after each resume, or engines would draw the same random numbers.

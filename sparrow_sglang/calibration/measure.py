@@ -149,7 +149,7 @@ def measure(
             if group[0].switched and schedule != active:
                 set_schedule(engine, schedule)
                 active = schedule
-            progress.where = f"{finished}/{len(samples)} measured, "
+            progress.prefix = f"{finished}/{len(samples)} measured, "
             _measure_batch(endpoint, group, measured, progress)
         # Not only EndpointError: if a process of the engine dies, its event loop is stopped, which
         # raises a plain RuntimeError.
@@ -159,8 +159,8 @@ def measure(
                 f" generations are kept in {work.path}: repeat the command to resume"
             ) from error
         except KeyboardInterrupt:
-            count = finished + len(measured)
-            progress.say(f"stopping; {count} of {len(samples)} generations are kept in {work.path}")
+            kept = f"{finished + len(measured)} of {len(samples)} generations are kept in"
+            progress.print_line(f"stopping; {kept} {work.path}")
             raise
         finally:
             if measured:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.processes import exported
 
-VARIABLE = "SPARROW_RECORD"
+RECORD_VARIABLE = "SPARROW_RECORD"
 """Environment variable of a server that records: <slots>x<steps>."""
 AUDIT_SLOTS, AUDIT_STEPS = 4, 16384
 """Requests that an audited server records at once, and the most steps that it keeps of each."""
@@ -24,7 +24,7 @@ RATES = "sparrow_acceptance"
 
 def recording(slots: int, steps: int) -> AbstractContextManager[None]:
     """Engines started within this context record up to `steps` steps of `slots` generations."""
-    return exported(VARIABLE, f"{slots}x{steps}")
+    return exported(RECORD_VARIABLE, f"{slots}x{steps}")
 
 
 def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.mismatch.exact_rates import VARIABLE as RECORDED
+from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
 from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
@@ -61,7 +61,8 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
     state.lossless = is_lossless(server_args)
     # A calibration measures schedules as they are written.
-    state.measures_dense = resolved(server_args).device == "cuda" and RECORDED not in os.environ
+    records = RECORD_VARIABLE in os.environ
+    state.measures_dense = resolved(server_args).device == "cuda" and not records
     rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
     if rate or server_args.enable_metrics:
         log = None if folder is None else MismatchLog(Path(folder))

@@ -20,7 +20,7 @@ from sparrow_sglang.mismatch.exact_rates import (
     COMPARE,
     RATES,
     RECORD,
-    VARIABLE,
+    RECORD_VARIABLE,
 )
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState, require_scheduler_state
 from sparrow_sglang.sglang_versions import kv_of, logits_of
@@ -45,9 +45,9 @@ def record_size(server_args: "ServerArgs", model_config: "ModelConfig") -> tuple
     """Slots and steps per slot that a server records; None if it records nothing."""
     if server_args.sparrow_audit_rate > 0:
         return AUDIT_SLOTS, min(AUDIT_STEPS, model_config.context_len)
-    if VARIABLE not in os.environ:
+    if RECORD_VARIABLE not in os.environ:
         return None
-    slots, steps = map(int, os.environ[VARIABLE].split("x"))
+    slots, steps = map(int, os.environ[RECORD_VARIABLE].split("x"))
     return slots, steps
 
 

@@ -19,7 +19,7 @@ from sparrow_sglang.plugin import (
 )
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.state import Hook
-from sparrow_sglang.sglang_versions import located, named
+from sparrow_sglang.sglang_versions import located, resolve_target
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -118,14 +118,14 @@ _OF_STREAMS = (request_hooks.wrap_generate_request, request_hooks.report_in_stre
 
 
 def failing_probes(hooks: Iterable[Hook]) -> list[str]:
-    """What `hooks` need and this version of SGLang does not have, one phrase each."""
+    """What `hooks` need and this version of SGLang lacks, one phrase each."""
     return [problem for hook in hooks if (problem := _probe(hook)) is not None]
 
 
 def _probe(hook: Hook) -> str | None:
     if (target := located(hook.target)) is None:
         return None
-    if (function := named(target)) is None:
+    if (function := resolve_target(target)) is None:
         return f"{target} is not there"
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     expected = [name.split("|") for name in hook.parameters.split()]
@@ -134,7 +134,7 @@ def _probe(hook: Hook) -> str | None:
         return f"{target} is no coroutine function"
     if hook.function in _OF_STREAMS and not inspect.isasyncgenfunction(plain):
         return f"{target} is no asynchronous generator"
-    anywhere = [names[0][1:] for names in expected if names[0].startswith("*")]
+    anywhere = [options[0][1:] for options in expected if options[0].startswith("*")]
     first = expected[: len(expected) - len(anywhere)]
     fits = len(names) >= len(first) and all(map(operator.contains, first, names))
     if fits and set(anywhere) <= set(names):
@@ -157,7 +157,7 @@ def is_applied(hook: Hook) -> bool:
     target = located(hook.target)
     if target is None:
         return True
-    wrapper = named(target)
+    wrapper = resolve_target(target)
     while wrapper is not None:
         cells = getattr(wrapper, "__closure__", None) or ()
         if any(cell.cell_contents is hook.function for cell in cells):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.mismatch.exact_rates import VARIABLE as RECORDED
+from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
 from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.sglang_install import LOCKED, installed_version
 
@@ -73,8 +73,8 @@ def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
         for name, (neutral, why) in _ARGUMENTS.items()
         if (getattr(server_args, name, None) or neutral) != neutral
     ]
-    if RECORDED in os.environ:
-        problems.append(f"{field} with {RECORDED} set: drafts are not recorded; unset it")
+    if RECORD_VARIABLE in os.environ:
+        problems.append(f"{field} with {RECORD_VARIABLE} set: drafts are not recorded; unset it")
     if tokens is not None and not 2 <= tokens <= MAX_DRAFT_TOKENS:
         problems.append(
             f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the bonus"

@@ -156,7 +156,7 @@ class Engine:
 
 def run_of(reward: Callable[[Group], list[Any]], lag: int = 0, seed: int = 0, **fields: Any) -> Any:
     settings = RolloutConfig(**{"prompts_per_step": 4, "samples_per_prompt": 2} | fields)
-    log = SimpleNamespace(responses=lambda *_: lambda count: None)
+    log = SimpleNamespace(response_counter=lambda *_: lambda count: None)
     return Run(
         SimpleNamespace(rollout=settings, seed=0),
         SimpleNamespace(train=PROMPTS),

@@ -1,4 +1,4 @@
-"""A policy on the disk: as a model that others load, and as the exact state of its training."""
+"""A policy on disk: as a model that others load, and as the exact state of its training."""
 
 import copy
 import warnings
