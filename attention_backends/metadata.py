@@ -41,13 +41,13 @@ class BudgetTable:
         weights = torch.ones(len(self.tensors.weights))
         if schedule.selection.layer_weights is not None:
             weights = torch.tensor(schedule.selection.layer_weights)
-        # Those of them that have landmarks read all pages under any budget.
+        # A dense layer that has landmarks reads all pages under any budget.
         weights[list(schedule.dense_layers)] = NO_CAP
         self.tensors.table.copy_(table)
         self.tensors.bin_pages.fill_(schedule.bin_pages)
         self.tensors.weights.copy_(weights)
         self.tensors.dense_pages.fill_(schedule.dense_tokens // schedule.page_size)
-        # Those of finished requests would change what is timed next.
+        # Caps of finished requests would change what is timed next.
         self.tensors.caps.fill_(NO_CAP)
         self._capped.clear()
         if self.tensors.table.is_cuda:
@@ -72,14 +72,14 @@ class BudgetTable:
                 if cap == NO_CAP:
                     del self._capped[row]
         if changed:
-            written = self.tensors.caps
+            caps = self.tensors.caps
             update = torch.tensor(
                 [*changed.keys(), *changed.values()],
                 dtype=torch.int32,
                 # Pinned memory is recycled only once the copy out of it is over.
-                pin_memory=written.is_cuda,
-            ).to(written.device, non_blocking=True)
-            written[update[: len(changed)].long()] = update[len(changed) :]
+                pin_memory=caps.is_cuda,
+            ).to(caps.device, non_blocking=True)
+            caps[update[: len(changed)].long()] = update[len(changed) :]
 
     def _cap(self, option: RequestOption) -> int:
         if option.schedule is None:
@@ -89,14 +89,14 @@ class BudgetTable:
         return min(option.kv_budget_tokens // self.schedule.page_size, NO_CAP)
 
     def num_selected(self, num_pages: torch.Tensor, req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """Pages that each layer reads, [layers, B] in num_pages' dtype, of `num_pages` [B] held."""
+        """Pages that each layer reads of the cached `num_pages` [B], [layers, B] in their dtype."""
         cap = self.tensors.caps[req_pool_indices.long()].long()
         bins = (num_pages // self.tensors.bin_pages).clamp_max(MAX_BINS - 1)
         budget = torch.minimum(self.tensors.table[bins.long()].long(), cap)
         # fp64 holds the product of an fp32 weight and a whole number exactly.
         weighted = (self.tensors.weights[:, None].double() * budget + 0.5).floor().long()
         weighted = weighted.clamp_min(self.schedule.least_pages)
-        held = num_pages.long()
-        dense = (cap == NO_CAP) & (held <= self.tensors.dense_pages)
+        cached = num_pages.long()
+        dense = (cap == NO_CAP) & (cached <= self.tensors.dense_pages)
         whole = dense | (cap == EVERY_PAGE)
-        return torch.where(whole, held, torch.minimum(held, weighted)).to(num_pages.dtype)
+        return torch.where(whole, cached, torch.minimum(cached, weighted)).to(num_pages.dtype)

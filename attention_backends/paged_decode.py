@@ -20,7 +20,7 @@ class TorchPagedDecode:
         self._recent_pages = schedule.recent_pages
         self._budgets = budgets
         self._req_to_token = req_to_token
-        # [B, N] physical pages; entries past a request's end are those of whatever held the row.
+        # [B, N] physical pages; entries past a request's end are left over from earlier requests.
         self._pages: torch.Tensor
         self._num_pages: torch.Tensor
         self._seq_lens: torch.Tensor

@@ -78,15 +78,15 @@ def score_pages(q: torch.Tensor, landmarks: Landmarks, page_table: torch.Tensor)
     Returns:
         [B, Hkv, N] in fp32.
     """
-    kept = landmarks.at(page_table)
-    if isinstance(kept, MeanLandmarks):
-        vectors, pairs = kept.values(), None
+    listed = landmarks.at(page_table)
+    if isinstance(listed, MeanLandmarks):
+        vectors, pairs = listed.values(), None
     else:
-        vectors, pairs = kept.unpacked(), kept.pairs
+        vectors, pairs = listed.unpacked(), listed.pairs
     queries = group_queries(q, vectors.shape[2], pairs)
     products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
-    if isinstance(kept, Int4Landmarks):
-        products *= kept.scales.float().transpose(1, 2)[..., None, :]
+    if isinstance(listed, Int4Landmarks):
+        products *= listed.scales.float().transpose(1, 2)[..., None, :]
     return best_product(products)
 
 
@@ -156,12 +156,12 @@ def _rank_key(
 ) -> torch.Tensor:
     """Sort key of pages [B, Hkv, N]: the greatest are kept, and among equals the lower index."""
     position = torch.arange(scores.shape[-1], device=scores.device)
-    held = position < num_pages[:, None]
-    always = held & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
+    exists = position < num_pages[:, None]
+    always = exists & ((position < sink_pages) | (position >= num_pages[:, None] - recent_pages))
     # The least finite float, so that only pages past the end stand at -inf.
     rank_key = scores.masked_fill(~scores.isfinite(), torch.finfo(scores.dtype).min)
     rank_key = rank_key.masked_fill(always[:, None], torch.inf)
-    return rank_key.masked_fill(~held[:, None], -torch.inf)
+    return rank_key.masked_fill(~exists[:, None], -torch.inf)
 
 
 def sparse_decode(
@@ -203,8 +203,8 @@ def sparse_decode(
     def gather(buffer: torch.Tensor) -> torch.Tensor:
         # On a CPU, gathering whole rows by one index takes a third of the time of gathering pages
         # by two indices.
-        kept = buffer.view(-1, buffer.shape[-1]).index_select(0, rows)
-        return kept.view(batch, num_kv_heads, width * page_size, -1)
+        gathered = buffer.view(-1, buffer.shape[-1]).index_select(0, rows)
+        return gathered.view(batch, num_kv_heads, width * page_size, -1)
 
     token = torch.arange(width * page_size, device=q.device)
     tail = (seq_lens - 1) % page_size + 1

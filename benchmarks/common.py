@@ -1,4 +1,4 @@
-"""What the benchmarks share: options and their checks, models, result files, fresh processes."""
+"""Shared parts of the benchmarks: options and checks, models, result files, fresh processes."""
 
 import argparse
 import json

@@ -62,21 +62,21 @@ class Batch:
         return replace(self, advantages=self.advantages * tokens, in_loss=self.in_loss & whole)
 
     def sample_evenly(self, count: int) -> "Batch":
-        """At most `count` rollouts, evenly spread. Retracted ones are left out: the distribution
+        """At most `count` rollouts, evenly spread. Retracted ones are excluded: the distribution
         that they were sampled from cannot be computed."""
-        return self._only(self._divided(count)[0])
+        return self._subset(self._split_evenly(count)[0])
 
     def holdout_of(self, count: int) -> "Batch":
         """The rollouts that `sample_evenly` leaves out, or all if it leaves out none."""
-        sampled, left = self._divided(count)
-        return self._only(left or sampled)
+        sampled, left = self._split_evenly(count)
+        return self._subset(left or sampled)
 
-    def _divided(self, count: int) -> tuple[list[int], list[int]]:
+    def _split_evenly(self, count: int) -> tuple[list[int], list[int]]:
         computable = [index for index, one in enumerate(self.rollouts) if not one.retracted]
         sampled = [computable[index] for index in evenly(len(computable), count)]
         return sampled, [index for index in computable if index not in sampled]
 
-    def _only(self, chosen: list[int]) -> "Batch":
+    def _subset(self, chosen: list[int]) -> "Batch":
         tokens = torch.arange(len(self.advantages)).split(self.lengths)
         kept = torch.cat([torch.empty(0, dtype=torch.int64), *(tokens[i] for i in chosen)])
         return Batch(
@@ -93,11 +93,11 @@ class Batch:
         left out."""
         part = self.group * count // (int(self.group[-1]) + 1)
         for number in range(count):
-            sequences, tokens = self.part((part == number) & self.in_loss)
+            sequences, tokens = self.sequences_of((part == number) & self.in_loss)
             if sequences:
                 yield sequences, tokens
 
-    def part(self, chosen: torch.Tensor) -> tuple[list[TokenSequence], torch.Tensor]:
+    def sequences_of(self, chosen: torch.Tensor) -> tuple[list[TokenSequence], torch.Tensor]:
         """Sequences of the rollouts `chosen` [S] bool, and the indices of their tokens."""
         tokens = chosen.repeat_interleave(torch.tensor(self.lengths)).nonzero().flatten()
         rollouts = [self.rollouts[i] for i in chosen.nonzero().flatten().tolist()]

@@ -21,7 +21,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.acceptance import MIN_PROMPTS, Acceptance, tail_percentile
 from sparrow_sglang.rl.batch import Batch, TokenSequence
 from sparrow_sglang.rl.config import DistillConfig
-from sparrow_sglang.rl.policy.chunked_logprobs import CHUNK_ELEMENTS, logits_of
+from sparrow_sglang.rl.policy.chunked_logprobs import logits_of, rows_at_once
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy, Packed
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.policy.shards import as_dtensor_like, full_tensor, local, local_chunk
@@ -82,7 +82,7 @@ class SparseAdapter:
         for parameter in self._params:
             # Each rank has drawn its own initial values; all ranks take those of rank 0.
             drawn = parameter.data.float() * (policy.ranks.rank == 0)
-            parameter.data = policy.ranks.add(drawn)
+            parameter.data = policy.ranks.all_reduce(drawn)
         self._switch(False)
         # `ClippedAdamW` skips a step whose gradient is not finite: the run can do without a step of
         # the adapter, but not with weights that are not finite.
@@ -175,7 +175,7 @@ class SparseAdapter:
                     totals[name] += float(part.detach())
         for parameter in self._params:
             if parameter.grad is not None:
-                policy.ranks.add(parameter.grad)
+                policy.ranks.all_reduce(parameter.grad)
         totals = policy.ranks.total(totals)
         return totals | {"sparrow/distill_grad_norm": self._optimizer.clipped_step()}
 
@@ -303,7 +303,7 @@ def kl_and_entropy_gap(
         gap = entropies(sparse) - entropies(dense)
         return torch.stack([top_k_kl(sparse, dense, k).sum(), gap.sum()])
 
-    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+    rows = rows_at_once(head)
     parts: list[torch.Tensor] = [
         checkpoint(part, left, right, use_reentrant=False)
         for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)

@@ -33,7 +33,7 @@ class ReferencePolicy:
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
         """fp32 [N] on the CPU; 0 for tokens outside the loss."""
         result = torch.zeros(len(batch.advantages))
-        sequences, tokens = batch.part(batch.in_loss)
+        sequences, tokens = batch.sequences_of(batch.in_loss)
         if sequences:
             trained = _copy_of_weights(self._policy)
             try:
@@ -126,7 +126,7 @@ class Learner:
         settings, count = self._config, len(batch.advantages)
         by_update = settings.algorithm.mini_batches == 1
         scored_here = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
-        sequences, tokens = batch.part(scored_here)
+        sequences, tokens = batch.sequences_of(scored_here)
         scored = Scored(torch.empty(count), torch.empty(count))
         if sequences:
             parts = self.policy.score(sequences, settings.rollout.temperature)
@@ -172,7 +172,7 @@ class Learner:
             entropies = torch.zeros(len(tokens)) if by_update else None
             result = policy.loss_step(sequences, loss, self._config.rollout.temperature, entropies)
             if entropies is not None:
-                scored.logprobs[tokens] = policy.ranks.add(loss.seen)
+                scored.logprobs[tokens] = policy.ranks.all_reduce(loss.seen)
                 scored.entropies[tokens] = entropies
             if result.taken:
                 metrics = policy.ranks.total(loss.metrics)

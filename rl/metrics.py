@@ -1,4 +1,4 @@
-"""What a training step reports about its rollouts. `rollout_corr/*` are verl's names and
+"""Metrics of a training step's rollouts. `rollout_corr/*` are verl's names and
 definitions, computed in float64; `sparrow/*` are quantities that verl does not have."""
 
 from collections.abc import Sequence

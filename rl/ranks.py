@@ -1,4 +1,4 @@
-"""The trainer workers of a run, one per GPU, and how they exchange values."""
+"""The trainer workers of a run, one per GPU, and their collective calls."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ class Ranks:
     rank: int = 0
     world: int = 1
 
-    def each(self, value: _Item) -> list[_Item]:
+    def all_gather(self, value: _Item) -> list[_Item]:
         """The values of all ranks, by rank; anything that can be pickled."""
         values: list[_Item] = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over ranks, in place, and return it."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Not every rank needs to have every name."""
+        """Sums by name over ranks, of which some may lack a name."""
         if self.world == 1:
             return dict(metrics)
         sums: defaultdict[str, float] = defaultdict(float)
-        for part in self.each(metrics):
+        for part in self.all_gather(metrics):
             for name, value in part.items():
                 sums[name] += value
         return dict(sums)

@@ -1,4 +1,4 @@
-"""What stages of a training step exchange: prompts, their samples, and groups of samples."""
+"""Data that the stages of a training step exchange: prompts, rollouts and groups of rollouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

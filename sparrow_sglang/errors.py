@@ -1,4 +1,4 @@
-"""What this package raises. A message is one line: the name, the value, and what is allowed. Errors
+"""Errors of this package. A message is one line: the name, the value, and what is allowed. Errors
 that some caller handles differently have a class of their own, defined where it is raised."""
 
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of SGLang that `sparrow_sglang.sglang_install` lists. Every
+"""Differences between the versions of SGLang that `sparrow_sglang.sglang_install` lists. Every
 import, attribute or parameter of SGLang that some supported version lacks, or has elsewhere, is
 looked up here or, on `ServerArgs`, in `sparrow_sglang.sglang_arguments`."""
 

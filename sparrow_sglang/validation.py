@@ -1,4 +1,4 @@
-"""Why values from outside are refused, each in one line: field, value and what is allowed."""
+"""Reasons for rejecting values from outside, in one line: field, value and what is allowed."""
 
 import difflib
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, and what its actors have in common."""
+"""The Ray cluster of a run, and the options that its actors share."""
 
 import os
 import sys

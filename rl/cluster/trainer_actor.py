@@ -105,7 +105,7 @@ class TrainerActor:
         else:
             # Descriptors of files could be passed to children of this process only.
             torch.multiprocessing.set_sharing_strategy("file_system")
-        handles = self._ranks.each(serialized(bucket))
+        handles = self._ranks.all_gather(serialized(bucket))
         gpus = self._cluster.gpus_per_engine
         slot, index = divmod(self._ranks.rank, gpus)
         failure = None
@@ -114,7 +114,7 @@ class TrainerActor:
             call = actors[slot].call.remote("load_parts", parts, version)
             failure = _failure_of(partial(ray.get, call, timeout=LIMIT_S))
         # All wait here, as the memory must stay until it has been read.
-        return next(filter(None, self._ranks.each(failure)), None)
+        return next(filter(None, self._ranks.all_gather(failure)), None)
 
 
 def _failure_of(work: Callable[[], object]) -> Exception | None:

@@ -39,7 +39,7 @@ def acceptance_between(
 ) -> torch.Tensor:
     """Exact acceptance rates, fp32 [n], of two last hidden states [n, H] under `head` [V, H]."""
     projection = head.to(dense.dtype).t()
-    rows = _rows_at_once(head)
+    rows = rows_at_once(head)
     parts = [
         acceptance_rate(product(left, projection), product(right, projection), temperature)
         for left, right in zip(sparse.split(rows), dense.split(rows), strict=True)
@@ -74,7 +74,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropies: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        projection, rows = weight.to(hidden.dtype).t(), _rows_at_once(weight)
+        projection, rows = weight.to(hidden.dtype).t(), rows_at_once(weight)
         parts, normalisers, entropies = [], [], [hidden.new_empty(0)]
         chunks = zip(hidden.split(rows), tokens.split(rows), strict=True)
         for part, chosen in chunks:
@@ -121,8 +121,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _rows_at_once(projection: torch.Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // projection.shape[0])
+def rows_at_once(head: torch.Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS // head.shape[0])
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

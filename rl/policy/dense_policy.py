@@ -209,7 +209,7 @@ class DensePolicy:
             indices = packed.indices.cpu()
             part, entropy = self._logprobs(packed, temperature, True, rule)
             logprobs[indices], entropies[indices] = part.cpu(), entropy.cpu()
-        logprobs, entropies = self.ranks.add(logprobs), self.ranks.add(entropies)
+        logprobs, entropies = self.ranks.all_reduce(logprobs), self.ranks.all_reduce(entropies)
         return list(logprobs.split(counts)), list(entropies.split(counts))
 
     def _logprobs(
@@ -269,7 +269,7 @@ class DensePolicy:
             with adapted():
                 for packed, dense in zip(packs, targets, strict=True):
                     row[packed.indices.cpu()] = self.gathered(partial(measure, packed, dense)).cpu()
-        self.ranks.add(rates)
+        self.ranks.all_reduce(rates)
         counts = [len(response) for _, response in sequences]
         return [[part.double().numpy() for part in row.split(counts)] for row in rates]
 
@@ -296,9 +296,9 @@ class DensePolicy:
             # FSDP averages gradients over ranks; the factor turns the mean into a sum.
             (part * self.ranks.world).backward()
             total, count = total + float(part.detach()), count + 1
-        self.ranks.add(total)
+        self.ranks.all_reduce(total)
         if entropies is not None:
-            self.ranks.add(entropies)
+            self.ranks.all_reduce(entropies)
         norm = self.optimizer.clipped_step()
         self._round_masters()
         return StepResult(float(total), norm, count)

@@ -60,7 +60,7 @@ class ClippedAdamW(torch.optim.AdamW):
         """Skips a gradient that is not finite; returns its norm before clipping."""
         total = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if self._ranks.world > 1:
-            total = self._ranks.add(total.square()).sqrt()
+            total = self._ranks.all_reduce(total.square()).sqrt()
         clip_grads_with_norm_(self._parameters, self._grad_clip, total)
         norm = float(total)
         if isfinite(norm):

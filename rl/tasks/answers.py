@@ -1,4 +1,4 @@
-"""What a response answers: the part after its thinking, and in it the last box or program."""
+"""The answer in a response: the part after its thinking, and in it the last box or program."""
 
 import re
 import textwrap

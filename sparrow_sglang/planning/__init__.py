@@ -1,1 +1,1 @@
-"""What a decode step costs, from shapes."""
+"""The predicted cost of a decode step, from shapes."""

@@ -1,4 +1,4 @@
-"""What an audited server reports of its mismatch: tail statistics, Prometheus gauges, warnings."""
+"""The mismatch report of an audited server: tail statistics, Prometheus gauges, warnings."""
 
 import functools
 import logging

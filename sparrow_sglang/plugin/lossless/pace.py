@@ -1,5 +1,5 @@
-"""How many tokens a round drafts, by its costs and by the drafts accepted lately. Deterministic in
-what it is given, so that the ranks of a model agree without a message."""
+"""How many tokens a round drafts, by its costs and the recent acceptance. Deterministic in its
+inputs, so that the ranks of a model agree without a message."""
 
 from collections import defaultdict
 from collections.abc import Sequence

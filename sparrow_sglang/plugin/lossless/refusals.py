@@ -1,4 +1,4 @@
-"""What lossless decoding refuses: arguments, models, and fields of requests."""
+"""Arguments, models and fields of requests that lossless decoding refuses."""
 
 import os
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ def is_lossless(server_args: "ServerArgs") -> bool:
 
 
 def describe_lossless(view: "ServerArgs") -> str:
-    """What a log says of lossless decoding, by resolved arguments; empty for other servers."""
+    """A log's description of lossless decoding, by resolved arguments; empty for other servers."""
     if not is_lossless(view):
         return ""
     return f"lossless, up to {view.speculative_num_draft_tokens - 1} drafts a round"

@@ -151,7 +151,7 @@ def test_measurements_of_several_steps_count_together(sharp_llama, monkeypatch):
     damaged(adapter)
     adapter.scale, scales = 1.0, []
     for step in range(4):
-        part = BATCH.sample_evenly(8)._only([2 * step, 2 * step + 1])
+        part = BATCH.sample_evenly(8)._subset([2 * step, 2 * step + 1])
         metrics = choose_scale(adapter, adapter._policy, part, SCHEDULE, 1.0)
         scales.append(adapter.scale)
         assert metrics["sparrow/distill_gate_prompts"] == 2 * (step + 1)
@@ -160,11 +160,11 @@ def test_measurements_of_several_steps_count_together(sharp_llama, monkeypatch):
 
 def test_measurements_under_another_schedule_do_not_count(sharp_llama):
     adapter = SparseAdapter(new_policy(sharp_llama), settings())
-    part = BATCH.sample_evenly(8)._only([0, 1])
+    part = BATCH.sample_evenly(8)._subset([0, 1])
     choose_scale(adapter, adapter._policy, part, SCHEDULE, 1.0)
     resumed = SparseAdapter(new_policy(sharp_llama), settings())
     resumed.load_state_dict(adapter.state_dict())
-    part, other = BATCH.sample_evenly(8)._only([2]), SCHEDULE.model_copy(update={"name": "other"})
+    part, other = BATCH.sample_evenly(8)._subset([2]), SCHEDULE.model_copy(update={"name": "other"})
     for schedule, prompts in ((SCHEDULE, 3), (other, 1)):
         metrics = choose_scale(resumed, resumed._policy, part, schedule, 1.0)
         assert metrics["sparrow/distill_gate_prompts"] == prompts

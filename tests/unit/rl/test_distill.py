@@ -9,9 +9,8 @@ from distillation import SCHEDULE, SEQUENCES, new_policy, settings
 from scipy.special import log_softmax, softmax
 from scipy.stats import entropy
 
-from sparrow_sglang.rl import distill
 from sparrow_sglang.rl.distill import SparseAdapter, top_k_kl
-from sparrow_sglang.rl.policy import optimizer
+from sparrow_sglang.rl.policy import chunked_logprobs, optimizer
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
 
 
@@ -54,7 +53,7 @@ def test_steps_raise_the_tail_and_leave_the_policy_as_it_is(sharp_llama, monkeyp
         np.testing.assert_array_equal(rates, plain)
     divergences = [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"]]
     # From here on a chunk holds as few rows of logits as it does for a long sequence.
-    monkeypatch.setattr(distill, "CHUNK_ELEMENTS", 256 * 50)
+    monkeypatch.setattr(chunked_logprobs, "CHUNK_ELEMENTS", 256 * 50)
     divergences += [adapter.step(SEQUENCES, SCHEDULE)["sparrow/distill_kl"] for _ in range(12)]
     assert divergences[-1] < 0.5 * divergences[0]
     after = policy.acceptance(SEQUENCES, SCHEDULE, adapter.enabled)
