@@ -67,10 +67,10 @@ def compared(first: Row, row: Row) -> Row:
     }
 
 
-def answered(
+def generate_answers(
     url: str, prompts: Sequence[Prompt], config: TrainConfig, tokenizer: Any, report: bool
 ) -> tuple[list[Group], Row]:
-    """Answers of the server as it is, with their seconds and mean tokens."""
+    """Answers under the active schedule, with their seconds and mean tokens."""
     chosen, limit = config.evaluation, config.evaluation_tokens
     sampling = Sampling(limit, chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k)
     begun = [Group.begun(prompt, chosen.samples_per_prompt) for prompt in prompts]
@@ -83,22 +83,22 @@ def answered(
     seconds = time.monotonic() - start
     metas = [answer["meta_info"] for answer in answers]
     decode = partial(response_text, tokenizer)
-    ended = [
+    finished = [
         continued(rollout, answer, sampling, meta["weight_version"], "", decode)
         for rollout, answer, meta in zip(rollouts, answers, metas, strict=True)
     ]
-    row = {"seconds": seconds, "truncated": np.mean([each.truncated for each in ended])}
-    row["response_tokens"] = np.mean([len(each.response_ids) for each in ended])
+    row = {"seconds": seconds, "truncated": np.mean([each.truncated for each in finished])}
+    row["response_tokens"] = np.mean([len(each.response_ids) for each in finished])
     reports = [meta["sparrow"]["kv_tokens_read_mean"] for meta in metas if "sparrow" in meta]
     if read := [tokens for tokens in reports if tokens is not None]:
         row["kv_tokens_read"] = np.mean(read)
-    rest = iter(ended)
+    rest = iter(finished)
     groups = [Group(group.prompt, tuple(next(rest) for _ in group.rollouts)) for group in begun]
     return groups, {key: round(float(value), 3) for key, value in row.items()}
 
 
-def passed(groups: Sequence[Group], config: TrainConfig, pool: RewardPool) -> dict[str, float]:
-    """By prompt the share of answers that pass; none where all rewards are missing."""
+def pass_shares(groups: Sequence[Group], config: TrainConfig, pool: RewardPool) -> dict[str, float]:
+    """The share of answers that pass, by prompt; without prompts whose rewards are all missing."""
     shares = {}
     for group, rewards in zip(groups, pool.score(groups).rewards, strict=True):
         if (known := known_rewards(rewards)).size:
@@ -107,7 +107,7 @@ def passed(groups: Sequence[Group], config: TrainConfig, pool: RewardPool) -> di
     return shares
 
 
-def line(row: Row) -> str:
+def summary(row: Row) -> str:
     result = row["compared"]
     low, high, left, right = *result["pass_rate_interval"], *result["difference_interval"]
     read = f", {row['kv_tokens_read']:,.0f} KV tokens" if "kv_tokens_read" in row else ""
@@ -146,14 +146,14 @@ def main() -> None:
             if schedule:
                 set_schedule(args.url, schedule)
             for name, prompts in sets.items():
-                some = prompts[: config.evaluation.prompts or None]
-                groups, row = answered(args.url, some, config, tokenizer, schedule is not None)
+                chosen, report = prompts[: config.evaluation.prompts or None], bool(schedule)
+                groups, row = generate_answers(args.url, chosen, config, tokenizer, report)
                 row |= {"set": name, "name": schedule or args.name}
-                row["passed"] = passed(groups, config, pool)
+                row["passed"] = pass_shares(groups, config, pool)
                 first = next((each for each in rows if each["set"] == name), row)
                 row["compared"] = compared(first, row)
                 rows.append(row)
-                print(line(row), flush=True)
+                print(summary(row), flush=True)
                 write_json(args.out, provenance() | {"rows": rows})
 
 

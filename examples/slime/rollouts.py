@@ -162,9 +162,9 @@ def main() -> None:
 
     args = parse_args()
     for name, value in SUPPORTED.items():
-        if (given := getattr(args, name)) != value:
+        if (actual := getattr(args, name)) != value:
             flag = name.replace("_", "-")
-            sys.exit(f"--{flag}={given} is not supported by this trainer: expected {value}")
+            sys.exit(f"--{flag}={actual} is not supported by this trainer: expected {value}")
     gpu = torch.cuda.is_available()
     ray.init(
         num_cpus=None if gpu else 8,

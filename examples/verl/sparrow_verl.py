@@ -76,9 +76,9 @@ class RecordingClient:
             # The rates are of distributions at temperature 1; validation is greedy by default.
             recorded = slot is not None and sampling_params["temperature"] == 1
             if recorded:
-                own = sampling_params.get("custom_params") or {}
-                params = own | record_into(slot, len(prompt_ids))
-                sampling_params = sampling_params | {"custom_params": params}
+                params = sampling_params.get("custom_params") or {}
+                recording = params | record_into(slot, len(prompt_ids))
+                sampling_params = sampling_params | {"custom_params": recording}
             output = await self._client.generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more
             )
@@ -146,10 +146,10 @@ class TailSampler(ReplayBuffer):
         rates: list[float] = []
         positions: list[int] = []
         for tag, extra in zip(batch.tags, fields.pop("extra_fields").tolist(), strict=True):
-            found = extra.get(RATES) or ()
-            rates += found
+            recorded = extra.get(RATES) or ()
+            rates += recorded
             # The first token of a response comes out of prefill, which is dense.
-            positions += range(tag["prompt_len"] + 1, tag["prompt_len"] + 1 + len(found))
+            positions += range(tag["prompt_len"] + 1, tag["prompt_len"] + 1 + len(recorded))
         measured = ~np.isnan(rates)
         if not measured.any():
             return {}
