@@ -328,6 +328,29 @@ def test_a_bad_field_is_refused_naming_file_field_value_and_allowed(
         BudgetSchedule(**VALID | change)
 
 
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("dense_layers", {"dense_layers": (0,)}),
+        ("sink_pages", {"sink_pages": 2, "budget_tokens": (64,)}),
+        ("recent_pages", {"recent_pages": 1}),
+        ("page_size", {"page_size": 32, "budget_tokens": (512,)}),
+        ("selection.landmark_bits", {"selection": {"landmark_bits": 4}}),
+    ],
+)
+def test_a_switch_that_would_move_landmarks_is_refused(field: str, changes: dict[str, Any]) -> None:
+    other = BudgetSchedule(**VALID | {"name": "other"} | changes)
+    with pytest.raises(ScheduleError, match=f"other: {field}=.*, as in the server's mine"):
+        other.require_switch_from(BudgetSchedule(**VALID))
+
+
+def test_the_dense_schedule_reads_everything() -> None:
+    rule = {"landmark_bits": 4, "layer_weights": [9, 9, 0, 2]}
+    dense = BudgetSchedule(**VALID | {"selection": rule}).as_dense()
+    assert dense.name == "dense" and dense.is_dense and not BudgetSchedule(**VALID).is_dense
+    assert dense.tokens_read([1, 10**6]).tolist() == [1, 10**6]
+
+
 class TestModelsWithSlidingWindows:
     """Layers 0, 2 and 3 of five have a window."""
 
