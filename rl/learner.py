@@ -12,9 +12,10 @@ import torch
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.provenance import device_name
 from sparrow_sglang.rl.acceptance import Acceptance
+from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter, choose_scale
+from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, NamedTensors
 from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
