@@ -58,17 +58,10 @@ async def load_adapter(
     config: Mapping[str, Any],
     tensors: "Mapping[str, torch.Tensor]",
 ) -> None:
-    """Load a LoRA adapter in place of the one of that name, while no request runs.
-
-    Args:
-        name: the name that requests use (`lora_path`, or `model` in the OpenAI routes).
-        config: PEFT's adapter_config.json.
-        tensors: lora_A [r, in] and lora_B [out, r] of each module under PEFT's names.
-
-    Raises:
-        ControlError: LoRA is off, an argument does not fit this server, or requests are paused; the
-            adapter of that name is unchanged. Or SGLang refused.
-    """
+    """Load a LoRA adapter in place of the one of that name, while no request runs. `config` is
+    PEFT's adapter_config.json, `tensors` lora_A [r, in] and lora_B [out, r] of each module under
+    PEFT's names. Raises `ControlError` if LoRA is off, an argument does not fit this server, or
+    requests are paused; the adapter of that name is then unchanged. Also if SGLang refuses."""
     from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
     state = require_server_state(manager)

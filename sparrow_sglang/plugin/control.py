@@ -163,15 +163,10 @@ def require_seconds(timeout_s: Any) -> None:
 
 
 async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dict[str, Any]:
-    """Recompute every landmark in use and compare, while no request runs; a debugging aid.
-
-    New requests wait until it is done, which waits at most `timeout_s` for the running ones.
-
-    Returns:
-        `pages`, the number of pages whose landmarks are right.
-
-    Raises `ControlError` on the first wrong landmark, or if requests still run.
-    """
+    """Recompute every landmark in use and compare, while no request runs; a debugging aid. New
+    requests wait meanwhile, and the check at most `timeout_s` for the running ones. Returns
+    `pages`, the number of pages whose landmarks are right. Raises `ControlError` on the first wrong
+    landmark, or if requests still run."""
     require_seconds(timeout_s)
     async with drained(manager, "a check of landmarks", timeout_s):
         by_rank = await call_schedulers(manager, _CHECK, {})
@@ -265,14 +260,9 @@ def _schedule(schedule: Any, state: ServerState, hf_config: Any) -> BudgetSchedu
 
 
 async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None) -> dict[str, Any]:
-    """Start measuring with landmarks of `landmark_tokens`; None ends it and returns the sums.
-
-    Returns:
-        `layers`: rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`;
-        empty from the call that starts.
-
-    Raises `ControlError` if no measurement was started.
-    """
+    """Start measuring with landmarks of `landmark_tokens`; None ends it and returns the sums, in
+    `layers` rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`. Raises
+    `ControlError` if no measurement was started."""
     fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
     replicas = [a["layers"] for a in (await call_schedulers(manager, _PAIRS, fields)).values()]
     return {
