@@ -13,12 +13,12 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_parallel
 
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.dense_side import build_dense_side, kv_scales
 from sparrow_sglang.attention_backends.gpu_decode import EAGER_ROWS, DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
-from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.attention_backends.pair_variance import PairVariances
 from sparrow_sglang.hf_config import num_layers_of, window_layers

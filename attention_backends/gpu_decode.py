@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.kernels.common import dependent_launch
 from sparrow_sglang.attention_backends.landmarks import Landmarks
-from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.schedule import BudgetSchedule
 
 if TYPE_CHECKING:

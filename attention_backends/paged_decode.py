@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from sparrow_sglang.attention_backends import reference
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
-from sparrow_sglang.attention_backends.metadata import BudgetTable
 
 
 class TorchPagedDecode:

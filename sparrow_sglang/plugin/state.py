@@ -13,7 +13,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sparrow_sglang.attention_backends.metadata import BudgetTable
+    from sparrow_sglang.attention_backends.budget_table import BudgetTable
     from sparrow_sglang.plugin.audit.auditor import Auditor
 
 

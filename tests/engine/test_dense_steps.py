@@ -9,7 +9,7 @@ import torch
 from engines import save_tiny_model, start_engine
 
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
-from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin import dense_steps

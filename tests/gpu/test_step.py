@@ -6,10 +6,10 @@ from kernel_step import BF16, FP8
 from pools import Pool, make_schedule
 from step_cases import StepCase
 
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.dense_side import PlanGuard
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.landmarks import MeanLandmarks
-from sparrow_sglang.attention_backends.metadata import BudgetTable
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from engines import RULE, RULED, import_for_fork, random_prompt, save_tiny_model
 from oracle import ContractModel
 from pools import chosen_pairs
 
-from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.plugin.scheduler_calls import rank_name

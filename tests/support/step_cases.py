@@ -9,6 +9,7 @@ import torch
 from contract import budget_pages, decode_one, layer_budget
 from pools import Pool, chosen_pairs
 
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import (
@@ -17,7 +18,6 @@ from sparrow_sglang.attention_backends.landmarks import (
     allocate_landmarks,
     kept_pairs,
 )
-from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule

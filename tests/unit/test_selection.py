@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import chosen_pairs
 
-from sparrow_sglang.attention_backends.metadata import BudgetTable
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.request_options import RequestOption
 from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
 

@@ -13,11 +13,11 @@ from pools import make_schedule
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
-from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.selection import SelectionRule
 
 # The batch sizes that SGLang captures, up to 256.

@@ -9,13 +9,13 @@ from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import gpu_decode
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.gpu_decode import (
     DecodeBuffers,
     DecodeShape,
     TritonPagedDecode,
 )
-from sparrow_sglang.attention_backends.metadata import BudgetTable
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.plugin import scheduler_hooks as hooks
 
