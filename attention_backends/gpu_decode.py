@@ -8,7 +8,6 @@ import torch
 
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
-from sparrow_sglang.attention_backends.kernels.common import dependent_launch
 from sparrow_sglang.attention_backends.landmarks import Landmarks
 from sparrow_sglang.schedule import BudgetSchedule
 
@@ -127,7 +126,6 @@ class TritonPagedDecode:
         self._req_to_token = req_to_token
         self._shape = shape
         self._budgets = budgets.tensors
-        self._dependent = dependent_launch(req_to_token.device)
         self._buffers: DecodeBuffers | None = None
         self._captured = False
         self._addresses: torch.Tensor | None = None
@@ -292,7 +290,6 @@ class TritonPagedDecode:
                     recent_pages=self._schedule.recent_pages,
                     scratch=buffers.select_scratch,
                     launch=buffers.select_launch[batch],
-                    dependents=self._dependent,
                 )
             decode.sparse_decode(
                 q[rows],
@@ -308,6 +305,6 @@ class TritonPagedDecode:
                 sinks=sinks,
                 scratch=buffers.decode_scratch,
                 launch=launch[batch],
-                after_select=landmarks is not None and self._dependent,
+                after_select=landmarks is not None,
             )
         return out

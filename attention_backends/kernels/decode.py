@@ -345,8 +345,8 @@ def sparse_decode(
         num_selected: int32; None for all pages of a row.
         seq_lens: int32 or int64.
         out: [bs, Hq, D] in q's dtype; written. A row of length 0 reads as 0.
-        after_select: the launch before this one is `select_pages` with `dependents`, which wrote
-            page_ids and new tokens; this one may start before it ends.
+        after_select: the launch before this one is `select_pages`, which wrote page_ids and new
+            tokens; this one may start before it ends.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
@@ -357,7 +357,8 @@ def sparse_decode(
     assert group <= MAX_GROUP and num_q_heads == group * num_kv_heads
     assert page_ids.shape[:2] == (batch, num_kv_heads) and page_ids.stride(2) == 1
     assert not split or len(scratch.partial_lse) >= parts
-    merge_early = split and dependent_launch(q.device)
+    dependent = dependent_launch(q.device)
+    merge_early, early = split and dependent, after_select and dependent
     _decode_kernel[(batch * num_kv_heads, launch.splits)](
         q,
         k_buffer,
@@ -386,11 +387,11 @@ def sparse_decode(
         EVERY_PAGE=num_selected is None,
         HAS_ATTN_SINKS=sinks is not None,
         SPLIT=split,
-        AFTER_SELECT=after_select,
+        AFTER_SELECT=early,
         BEFORE_MERGE=merge_early,
         num_warps=launch.num_warps,
         # Triton's interpreter does not take this argument.
-        **({"launch_pdl": True} if after_select else {}),
+        **({"launch_pdl": True} if early else {}),
     )
     if not split:
         return

@@ -194,7 +194,6 @@ def _select_kernel(
     STAGES: tl.constexpr,
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
 ) -> None:
     """Program (row · HEADS + head, split) scores its share; the first split stores the new token,
     the last one to finish selects.
@@ -301,7 +300,7 @@ def _select_kernel(
                 _score_pages(
                     query, head_landmarks, pages, row_keys, first, end, HEADS * D, D, BLOCK, STAGES
                 )
-            if DEPENDENTS:
+            if EARLY:
                 # Attention starts up while the last programs select, and waits for them.
                 gdc_launch_dependents()
             # Every thread must have stored its keys before this program reports its arrival or
@@ -337,7 +336,6 @@ def select_pages(
     scratch: SelectScratch,
     launch: SelectLaunch,
     update_landmark: bool = True,
-    dependents: bool = False,
 ) -> None:
     """Choose the pages of one decode step of one layer, as `reference.select_pages` defines them.
 
@@ -355,7 +353,6 @@ def select_pages(
         new_tokens: written to the buffers first, except to slot 0, which is for padding; None if
             they are in them already.
         recent_pages: at least 1: the page being written is never scored.
-        dependents: the next launch of the stream is `sparse_decode` with `after_select`.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
@@ -409,7 +406,6 @@ def select_pages(
         STAGES=launch.stages,
         CHUNK=min(triton.next_power_of_2(max_pages), _MAX_CHUNK),
         EARLY=early,
-        DEPENDENTS=dependents,
         num_warps=launch.num_warps,
         # Triton's interpreter does not take this argument.
         **({"launch_pdl": True} if early else {}),

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     moved = step_bytes(shape, args.batch, lengths[-1])
     if (needed := moved.weights + moved.kv) > MEMORY[args.gpu]:
         print(
-            f"\n{args.batch} sequences of {lengths[-1]:,} tokens do not fit: they need"
+            f"\n{args.batch} sequences of {lengths[-1]:,} tokens do not fit: they need at least"
             f" {needed / 1e9:,.0f} GB for weights and KV",
             end="",
         )

@@ -16,6 +16,7 @@ from sparrow_sglang.schedule import BudgetSchedule
 GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 """Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""
 MEMORY = {"h200": 141e9, "h100": 80e9, "a100": 80e9}
+"""Bytes, by data sheet."""
 VERIFICATION = 1.2
 """Dense steps that verifying a round of drafts takes."""
 CONSTANTS = Path(__file__).with_name("step_times.json")
