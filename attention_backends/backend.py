@@ -22,8 +22,8 @@ from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.attention_backends.pair_variance import PairVariances
 from sparrow_sglang.hf_config import num_layers_of, window_layers
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.sglang_arguments import resolved
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.sglang_compat.arguments import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from sparrow_sglang.attention_backends.kernels.page_table import EVERY_PAGE, NO_CAP, Budgets
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import MAX_BINS, BudgetSchedule
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import MAX_BINS, BudgetSchedule
 
 
 class BudgetTable:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from sparrow_sglang.hf_config import window_layers
-from sparrow_sglang.sglang_arguments import stock_attention_backend
+from sparrow_sglang.sglang_compat.arguments import stock_attention_backend
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,8 @@ path has no such limits."""
 
 from typing import TYPE_CHECKING
 
-from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
-from sparrow_sglang.sglang_arguments import attention_tp_size
+from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.sglang_compat.arguments import attention_tp_size
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

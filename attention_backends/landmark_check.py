@@ -6,7 +6,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
-from sparrow_sglang.sglang_versions import is_empty, kv_of
+from sparrow_sglang.sglang_compat.versions import is_empty, kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

@@ -13,7 +13,7 @@ from sparrow_sglang.attention_backends.landmarks import (
     MeanLandmarks,
     landmark_dtype,
 )
-from sparrow_sglang.selection import int4_landmark_tokens
+from sparrow_sglang.schedules.selection import int4_landmark_tokens
 
 
 def page_landmarks(k_pages: torch.Tensor, pairs: torch.Tensor | None = None) -> Landmarks:

@@ -13,7 +13,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, MAX_DRAFT_TOKENS
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.provenance import provenance
-from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
 MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""

@@ -42,8 +42,8 @@ from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.processes import exported
-from sparrow_sglang.schedule import DRAFTS, PAGE_SIZE
-from sparrow_sglang.schedule_names import load_schedule, schedule_for_model
+from sparrow_sglang.schedules.names import load_schedule, schedule_for_model
+from sparrow_sglang.schedules.schedule import DRAFTS, PAGE_SIZE
 
 GROUP = 8
 """Sequences that share one prompt."""

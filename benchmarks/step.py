@@ -48,8 +48,8 @@ from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.processes import exported
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.schedules.names import load_schedule
+from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule
 
 SHORT, LONG = 16, 144
 CONTEXT, LONGEST = 40960, 131072

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
 from sparrow_sglang.rl.types import Rollout
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 MIN_PROMPTS = 8
 """Prompts below which measured tails do not change how much of an adapter rollouts use."""

@@ -10,7 +10,7 @@ from sparrow_sglang.rl.acceptance import MIN_PROMPTS, Acceptance, tail_percentil
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.distill import Gains, SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 SCALES = (0.0, 0.5, 1.0)
 """Shares of the adapter that rollouts may use; at 0 they are those of an actor without it."""

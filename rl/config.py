@@ -27,7 +27,7 @@ from pydantic import (
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut, relative_note
-from sparrow_sglang.schedule import DENSE
+from sparrow_sglang.schedules.schedule import DENSE
 from sparrow_sglang.validation import first_problem
 
 

@@ -23,7 +23,7 @@ from sparrow_sglang.rl.policy.dense_policy import DensePolicy, Packed
 from sparrow_sglang.rl.policy.optimizer import ClippedAdamW
 from sparrow_sglang.rl.policy.shards import as_dtensor_like, full_tensor, local, local_chunk
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 ADAPTER = "sparrow"
 """Name of the adapter, in the model and in SGLang's LoRA manager."""

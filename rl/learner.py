@@ -23,7 +23,7 @@ from sparrow_sglang.rl.policy.shards import local
 from sparrow_sglang.rl.policy.storage import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.rl.rollout import RolloutEngine
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 class ReferencePolicy:

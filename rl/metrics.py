@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sparrow_sglang.mismatch.acceptance import mean_acceptance_from_samples
 from sparrow_sglang.rl.acceptance import tail_percentile
 from sparrow_sglang.rl.types import Group, Rewards, Rollout, known_rewards
-from sparrow_sglang.schedule import DENSE, BudgetSchedule
+from sparrow_sglang.schedules.schedule import DENSE, BudgetSchedule
 
 LOG_RATIO_BOUND = 20.0
 """As in verl, log ratios of importance weights are cut to +-20 before they are exponentiated;

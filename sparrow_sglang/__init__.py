@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 _EXPORTS = {
-    "BudgetSchedule": "sparrow_sglang.schedule",
+    "BudgetSchedule": "sparrow_sglang.schedules.schedule",
     "TailStatistics": "sparrow_sglang.mismatch.tail",
     "acceptance_rate": "sparrow_sglang.mismatch.acceptance",
     "get_schedule": "sparrow_sglang.client.control",

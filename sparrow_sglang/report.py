@@ -25,7 +25,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
 from sparrow_sglang.run_folder import METRICS_FILE, RESPONSES_FILE, RUN_FILE, read_rows, read_starts
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 Row = Mapping[str, Any]
 _Means = tuple[float | None, float | None]

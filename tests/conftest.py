@@ -23,7 +23,7 @@ import pytest
 from engines import SCHEDULE, save_tiny_model
 
 from sparrow_sglang.rl.tasks import TASKS
-from sparrow_sglang.sglang_arguments import resolve
+from sparrow_sglang.sglang_compat.arguments import resolve
 
 
 def pytest_collection_finish() -> None:

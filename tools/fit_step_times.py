@@ -16,7 +16,7 @@ import numpy as np
 
 from sparrow_sglang.benchmarks.step import model_config, model_shape
 from sparrow_sglang.planning.step_time import CONSTANTS, constants, step_terms
-from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.schedules.names import load_schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from sparrow_sglang.sglang_install import LOCKED
+from sparrow_sglang.sglang_compat.install import LOCKED
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "triton")

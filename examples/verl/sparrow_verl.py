@@ -24,7 +24,7 @@ from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, record_into
 from sparrow_sglang.mismatch.token_bins import bins_of_lengths
 from sparrow_sglang.rl.acceptance import acceptance_metrics
-from sparrow_sglang.schedule import PAGE_SIZE
+from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
 RATES = "sparrow_acceptance"
 

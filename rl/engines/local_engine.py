@@ -26,8 +26,8 @@ from sparrow_sglang.rl.rollout import (
     ShouldStop,
 )
 from sparrow_sglang.rl.types import Group
-from sparrow_sglang.schedule import DENSE
-from sparrow_sglang.sglang_versions import weight_update_session
+from sparrow_sglang.schedules.schedule import DENSE
+from sparrow_sglang.sglang_compat.versions import weight_update_session
 
 BUCKET_BYTES = 512 * 2**20
 """Largest size of a bucket; a tensor that is larger has a bucket to itself."""

@@ -21,7 +21,7 @@ from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, add_gradie
 from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
 from sparrow_sglang.rl.policy.sparse_policy import ATTENTION, SparseRule
 from sparrow_sglang.rl.ranks import ALONE, Ranks
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 @dataclass(frozen=True, eq=False)

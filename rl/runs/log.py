@@ -16,7 +16,7 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.rl.types import Group, Rewards
 from sparrow_sglang.run_folder import EVALUATIONS_FILE, METRICS_FILE, RESPONSES_FILE, read_rows
-from sparrow_sglang.schedule import DENSE
+from sparrow_sglang.schedules.schedule import DENSE
 
 # Rows of metrics.jsonl and of evaluations.jsonl that belong to an evaluation have one of these.
 _EVALUATED = {"eval/pass_rate", "set"}

@@ -23,7 +23,7 @@ from sparrow_sglang.rl.runs.setup import Setup
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 AGAIN_S = 1.0
 """A SIGINT so soon after another is not a second one: commands that run a process forward theirs,

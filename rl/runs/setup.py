@@ -26,8 +26,14 @@ from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
 from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
-from sparrow_sglang.schedule import DENSE, DRAFTS, PAGE_SIZE, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model
+from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model
+from sparrow_sglang.schedules.schedule import (
+    DENSE,
+    DRAFTS,
+    PAGE_SIZE,
+    BudgetSchedule,
+    ScheduleError,
+)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from sparrow_sglang.json_values import cut
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, tail_bin_tokens, whole_pages
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import device_name, provenance
-from sparrow_sglang.schedule import NAME, PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import read_schedule
+from sparrow_sglang.schedules.names import read_schedule
+from sparrow_sglang.schedules.schedule import NAME, PAGE_SIZE, BudgetSchedule
 
 DEFAULT_TARGET = 0.86
 PUBLISHED = "published"

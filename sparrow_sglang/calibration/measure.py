@@ -26,7 +26,7 @@ from sparrow_sglang.plugin.refusals import BACKEND
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.processes import replace_signal_handlers
 from sparrow_sglang.progress import Progress
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     import torch

@@ -31,8 +31,8 @@ from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.hf_config import head_dim_of, num_kv_heads_of, num_layers_of, partial_layers
 from sparrow_sglang.mismatch.token_bins import whole_pages
 from sparrow_sglang.progress import Progress
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule, int4_landmark_tokens
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import SelectionRule, int4_landmark_tokens
 
 PROMPTS = 16
 

@@ -21,7 +21,7 @@ from sparrow_sglang.calibration.samples import Tokens, WorkFolder
 from sparrow_sglang.command_line import table
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from sparrow_sglang.calibration.choice import CONFIDENCE
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE, BinTail, TailStatistics
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import PairLists, SelectionRule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import PairLists, SelectionRule
 
 MOST_DENSE = 2
 # The context divided by the first is what the sparse layer reads while sensitivities are measured;

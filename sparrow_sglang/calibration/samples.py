@@ -17,7 +17,7 @@ from sparrow_sglang.atomic_write import replacing
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 SETTINGS = "settings.json"
 VARIANCES = "variances.json"

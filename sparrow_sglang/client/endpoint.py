@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from sparrow_sglang.errors import InputError, SparrowError
-from sparrow_sglang.sglang_versions import request_of
+from sparrow_sglang.sglang_compat.versions import request_of
 
 Request = Mapping[str, Any]
 Answer = dict[str, Any]

@@ -26,7 +26,7 @@ from sparrow_sglang.mismatch.tail import MIN_CLUSTERS
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.processes import exit_on_sigterm
-from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES
+from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES
 
 EPILOG = """\
 examples:

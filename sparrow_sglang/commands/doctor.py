@@ -25,10 +25,10 @@ from sparrow_sglang.planning.step_time import GPUS
 from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.provenance import package_versions
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import SCHEDULE_VARIABLE
-from sparrow_sglang.sglang_arguments import read_model_config, resolved
-from sparrow_sglang.sglang_install import (
+from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
+from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
+from sparrow_sglang.sglang_compat.install import (
     SUPPORTED,
     import_problem,
     installed_version,

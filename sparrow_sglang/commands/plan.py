@@ -22,8 +22,8 @@ from sparrow_sglang.planning.step_time import (
     step_time,
 )
 from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
-from sparrow_sglang.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import AUTO, load_schedule, read_schedule, schedule_for_model
+from sparrow_sglang.schedules.names import AUTO, load_schedule, read_schedule, schedule_for_model
+from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 
 BATCH, ACCEPTANCE = 16, 0.95
 LENGTHS = (2048, 4096, 8192, 16384, 32768)

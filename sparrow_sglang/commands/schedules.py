@@ -4,8 +4,8 @@ import argparse
 from typing import Any
 
 from sparrow_sglang.command_line import table
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.schedule_names import known_schedules, shipped_schedule
+from sparrow_sglang.schedules.names import known_schedules, shipped_schedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 _HEADS = ("name", "model", "tail target", "KV budget, tokens", "up to", "evidence")
 _EPILOG = """\

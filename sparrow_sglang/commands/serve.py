@@ -28,16 +28,16 @@ from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
 from sparrow_sglang.processes import exit_on_sigterm
-from sparrow_sglang.schedule import PAGE_SIZE
-from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model, schedule_spec
-from sparrow_sglang.sglang_arguments import (
+from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model, schedule_spec
+from sparrow_sglang.schedules.schedule import PAGE_SIZE
+from sparrow_sglang.sglang_compat.arguments import (
     config_file_merger,
     read_model_config,
     resolve,
     resolved,
     server_flags,
 )
-from sparrow_sglang.sglang_install import import_problem, version_problems
+from sparrow_sglang.sglang_compat.install import import_problem, version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:

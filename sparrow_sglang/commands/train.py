@@ -10,7 +10,7 @@ from sparrow_sglang.models import require_reachable
 from sparrow_sglang.rl.config import TrainConfig, commented_defaults
 from sparrow_sglang.rl.runs.setup import check
 from sparrow_sglang.run_folder import METRICS_FILE
-from sparrow_sglang.sglang_arguments import resolve
+from sparrow_sglang.sglang_compat.arguments import resolve
 
 if TYPE_CHECKING:
     from sparrow_sglang.rl.runs.setup import Setup

@@ -17,7 +17,7 @@ from sparrow_sglang.hf_config import (
     window_layers,
 )
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 _REFUSED = ("n_routed_experts", "n_shared_experts", "kv_lora_rank")
 _KINDS = {FULL, WINDOW, LINEAR}

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 """Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""

@@ -22,8 +22,8 @@ from sparrow_sglang.plugin.scheduler_calls import (
     scheduler_rpc,
 )
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.sglang_arguments import resolved
-from sparrow_sglang.sglang_versions import adapter_request
+from sparrow_sglang.sglang_compat.arguments import resolved
+from sparrow_sglang.sglang_compat.versions import adapter_request
 
 if TYPE_CHECKING:
     import torch

@@ -33,10 +33,10 @@ from sparrow_sglang.plugin.scheduler_calls import (
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import announce, describe_schedule
 from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
-from sparrow_sglang.request_options import ATTRIBUTE
-from sparrow_sglang.schedule import DENSE, DRAFTS, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import fixed_tokens, known_schedules, load_schedule
-from sparrow_sglang.sglang_arguments import resolved
+from sparrow_sglang.schedules.names import fixed_tokens, known_schedules, load_schedule
+from sparrow_sglang.schedules.options import ATTRIBUTE
+from sparrow_sglang.schedules.schedule import DENSE, DRAFTS, BudgetSchedule, ScheduleError
+from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from sparrow_sglang.mismatch.exact_rates import (
     RECORD_VARIABLE,
 )
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState, require_scheduler_state
-from sparrow_sglang.sglang_versions import kv_of, logits_of
+from sparrow_sglang.sglang_compat.versions import kv_of, logits_of
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from sparrow_sglang.plugin import (
 )
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.state import Hook
-from sparrow_sglang.sglang_versions import located, resolve_target
+from sparrow_sglang.sglang_compat.versions import located, resolve_target
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

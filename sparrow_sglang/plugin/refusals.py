@@ -28,10 +28,10 @@ from sparrow_sglang.plugin.lossless.refusals import (
     lossless_argument_problems,
     lossless_model_problems,
 )
-from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule
-from sparrow_sglang.sglang_arguments import attention_backends, attention_tp_size, resolved
-from sparrow_sglang.sglang_install import LOCKED, installed_version, version_problems
-from sparrow_sglang.sglang_versions import decode_may_become_prefill, hybrid_config
+from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.sglang_compat.arguments import attention_backends, attention_tp_size, resolved
+from sparrow_sglang.sglang_compat.install import LOCKED, installed_version, version_problems
+from sparrow_sglang.sglang_compat.versions import decode_may_become_prefill, hybrid_config
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -29,15 +29,15 @@ from sparrow_sglang.plugin.refusals import (
 )
 from sparrow_sglang.plugin.server_log import announce, describe_schedule
 from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
-from sparrow_sglang.sglang_arguments import resolved
-from sparrow_sglang.sglang_install import (
+from sparrow_sglang.sglang_compat.arguments import resolved
+from sparrow_sglang.sglang_compat.install import (
     INSTALL,
     LOCKED,
     SUPPORTED,
     installed_version,
     version_problems,
 )
-from sparrow_sglang.sglang_versions import ranks
+from sparrow_sglang.sglang_compat.versions import ranks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend

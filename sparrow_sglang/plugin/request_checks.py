@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.request_options import RequestError
+from sparrow_sglang.schedules.options import RequestError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput

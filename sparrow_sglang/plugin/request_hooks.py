@@ -20,7 +20,7 @@ from sparrow_sglang.plugin.request_checks import (
     unreadable,
 )
 from sparrow_sglang.plugin.state import server_state
-from sparrow_sglang.request_options import (
+from sparrow_sglang.schedules.options import (
     ATTRIBUTE,
     KEY,
     RequestError,
@@ -28,7 +28,7 @@ from sparrow_sglang.request_options import (
     RequestState,
     request_state,
 )
-from sparrow_sglang.sglang_versions import weight_metadata
+from sparrow_sglang.sglang_compat.versions import weight_metadata
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

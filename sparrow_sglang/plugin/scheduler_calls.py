@@ -11,7 +11,7 @@ import msgspec
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.server_log import announce
-from sparrow_sglang.sglang_versions import can_flush, ranks
+from sparrow_sglang.sglang_compat.versions import can_flush, ranks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import DumperControlReqInput

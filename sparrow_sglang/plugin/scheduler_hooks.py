@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang import sglang_versions
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.hf_config import num_layers_of
 from sparrow_sglang.plugin.exact_acceptance import assign_recordings, record_bytes
@@ -12,8 +11,9 @@ from sparrow_sglang.plugin.lossless.refusals import is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.sglang_arguments import resolved, rows_of_graphs
-from sparrow_sglang.sglang_install import INSTALL, LOCKED, installed_version
+from sparrow_sglang.sglang_compat import versions
+from sparrow_sglang.sglang_compat.arguments import resolved, rows_of_graphs
+from sparrow_sglang.sglang_compat.install import INSTALL, LOCKED, installed_version
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -45,7 +45,7 @@ def remember_options(
         state.guard.announced()
     elif forward_batch.forward_mode.is_extend():
         state.budgets.set_options(
-            [sglang_versions.kv_of(req).req_pool_idx for req in batch.reqs],
+            [versions.kv_of(req).req_pool_idx for req in batch.reqs],
             [state.option(req) for req in batch.reqs],
         )
         if state.record is not None:
@@ -135,11 +135,11 @@ def keep_sparse_kv_private(
     prefilled (re-prefilled ones of a retracted request included); retraction and aborted chunks
     pass is_insert=False; `strip_thinking_cache` inserts less; streaming sessions, HiCache,
     disaggregation, diffusion models are refused at start-up."""
-    without_insertion = sglang_versions.without_insertion(arguments)
+    without_insertion = versions.without_insertion(arguments)
     if PROCESS.scheduler is None or without_insertion is None or PROCESS.scheduler.lossless:
         return None
     first_sparse_length = PROCESS.scheduler.option(req).first_sparse_length()
-    cached_tokens = sglang_versions.kv_of(req).kv_committed_len
+    cached_tokens = versions.kv_of(req).kv_committed_len
     decoded = cached_tokens > len(req.origin_input_ids)
     if not decoded or first_sparse_length is None or cached_tokens < first_sparse_length:
         return None
@@ -151,17 +151,17 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
     """Put the whole pages of what was prefilled into the prefix tree, unless they are in it. SGLang
     does so after prefill unless the request has finished there. Under the overlap scheduler such a
     request counts as decoded, as its first decode step has been launched already."""
-    kv, prefilled = sglang_versions.kv_of(req), sglang_versions.prefilled_tokens(req)
+    kv, prefilled = versions.kv_of(req), versions.prefilled_tokens(req)
     whole_pages = prefilled // tree_cache.page_size * tree_cache.page_size
     if getattr(kv, "mamba_pool_idx", None) is not None:
         # Together with the prompt, the tree would take the linear-attention state after decode.
         return
-    if sglang_versions.evicted_tokens(req):
+    if versions.evicted_tokens(req):
         # The tree would treat sliding-window KV that decode has freed as cached.
         return
     # What `strip_thinking_cache` frees beyond the committed length must not be in the tree.
-    if kv.cache_protected_len < whole_pages <= sglang_versions.cacheable_tokens(req):
-        sglang_versions.cache_prefilled(req, tree_cache)
+    if kv.cache_protected_len < whole_pages <= versions.cacheable_tokens(req):
+        versions.cache_prefilled(req, tree_cache)
 
 
 def reserve_landmarks(
@@ -193,7 +193,7 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
     from sparrow_sglang.attention_backends.landmarks import landmark_dtype
 
     schedule = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
-    layers = set(sglang_versions.layer_range(kvc)).difference(schedule.dense_layers)
+    layers = set(versions.layer_range(kvc)).difference(schedule.dense_layers)
     heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
     of_page = schedule.selection.landmark_bytes(
         schedule.page_size, kvc.model_config.head_dim, landmark_dtype(kvc.kv_cache_dtype).itemsize

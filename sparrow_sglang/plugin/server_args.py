@@ -32,9 +32,9 @@ from sparrow_sglang.plugin.refusals import (
     uses_sparrow,
 )
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.schedule import PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedule_names import AUTO, load_schedule, schedule_for_model, schedule_spec
-from sparrow_sglang.sglang_arguments import (
+from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model, schedule_spec
+from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.sglang_compat.arguments import (
     ServerField,
     add_server_fields,
     extend_fields_before_import,
@@ -45,7 +45,7 @@ from sparrow_sglang.sglang_arguments import (
     resolved,
     server_arguments,
 )
-from sparrow_sglang.sglang_install import version_problems
+from sparrow_sglang.sglang_compat.install import version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:

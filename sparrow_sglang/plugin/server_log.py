@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 from sparrow_sglang.hf_config import linear_layers, num_layers_of, window_layers
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import SelectionRule
 
 _logger = logging.getLogger("sparrow_sglang")
 

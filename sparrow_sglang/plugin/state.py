@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
-from sparrow_sglang.request_options import ATTRIBUTE, RequestError, RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import ATTRIBUTE, RequestError, RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -1,1 +1,1 @@
-"""Shipped budget schedules: data with provenance, loaded by `sparrow_sglang.schedule`."""
+"""Schedules, selection rules and request options; the JSON files are the shipped schedules."""

@@ -26,8 +26,8 @@ from sparrow_sglang.calibration.samples import WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.mismatch.exact_rates import exact_rates
 from sparrow_sglang.processes import exit_on_sigterm
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import SelectionRule
 
 
 @pytest.fixture(scope="module")

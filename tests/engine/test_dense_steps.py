@@ -14,8 +14,8 @@ from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin import dense_steps
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 DENSE_TOKENS = 128
 FIXED = BudgetSchedule.fixed(64)

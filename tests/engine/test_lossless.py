@@ -39,7 +39,7 @@ from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.scheduler_hooks import finish_by_token
 from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.sglang_arguments import read_model_config, resolved
+from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
 
 RUN = passes.run
 EXPERTS = mock.Mock()

@@ -18,7 +18,7 @@ from ports import free_port
 from servers import forked
 
 from sparrow_sglang.commands import cli
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 PROMPT = random.Random(0).choices(range(3, 256), k=150)
 NEW_TOKENS = 24

@@ -8,7 +8,7 @@ from oracle import FP32, ContractModel, logprobs_of
 
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 @pytest.fixture(scope="module")

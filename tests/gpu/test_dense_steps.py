@@ -8,7 +8,7 @@ from engines import random_prompt, save_tiny_model, start_engine
 
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 pytestmark = [
     pytest.mark.gpu,

@@ -29,7 +29,7 @@ from sparrow_sglang.attention_backends.kernels import landmark, select
 from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.select import SelectLaunch, allocate_select_scratch
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.schedules.selection import SelectionRule
 
 
 def rule_of(pairs: int | None, heads: int, dim: int, page: int = 16, layers: int = 1) -> Any:

@@ -16,7 +16,7 @@ from sparrow_sglang.rl.policy.selected_attention import attend_by_blocks, block_
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule, attend_by_rows, padding
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.types import Prompt
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy, assign_to_ranks, pack
 from sparrow_sglang.rl.ranks import ALONE, Ranks
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 def on_ranks(world: int, job: Callable[[Ranks], Any], folder: Path) -> list[Any]:

@@ -18,7 +18,7 @@ from engines import random_prompt, unused_model_files
 from oracle import FP32, ContractModel
 from servers import start_server
 
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 FOLDER = Path(__file__).parents[2] / "examples" / "slime"
 SLIME = find_spec("slime")

@@ -17,7 +17,7 @@ from oracle import FP32, ContractModel
 
 from sparrow_sglang.benchmarks.random_model import save_chat_tokenizer
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
 LIMIT_S = 1500  # five processes import SGLang in turn

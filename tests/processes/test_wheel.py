@@ -27,7 +27,7 @@ LOCAL_BUILD = ("--offline", "--no-build-isolation", "--python", sys.executable)
 CALLED = """
 import sparrow_sglang
 from importlib.resources import files
-from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.schedules.names import load_schedule
 print(sparrow_sglang.__file__)
 print(load_schedule("qwen3-4b-0.86", 16).kv_budget_tokens(1))
 print("<html" in (files(sparrow_sglang) / "report.html.j2").read_text())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.endpoint import EndpointError
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 SCHEDULE = BudgetSchedule.fixed(64)
 PROMPT = random_prompt(0, 90)

@@ -10,8 +10,8 @@ from oracle import FP32, ContractModel
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.sglang_versions import request_of
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.sglang_compat.versions import request_of
 
 PROMPT = random_prompt(0, 150)
 SAMPLING = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}

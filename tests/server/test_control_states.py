@@ -18,7 +18,7 @@ from waiting import wait_until
 from sparrow_sglang import push_adapter
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.json_values import read_object
-from sparrow_sglang.sglang_versions import adapter_request
+from sparrow_sglang.sglang_compat.versions import adapter_request
 
 PROMPT = [5] * 40
 SAMPLING = {"max_new_tokens": 2, "ignore_eos": True}

@@ -21,9 +21,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.request_options import RequestError, RequestOption
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedules.options import RequestError, RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
 
 CASES = int(os.environ.get("SPARROW_FUZZ_CASES", "1000"))
 SEED = int(os.environ.get("SPARROW_FUZZ_SEED", "0"))

@@ -17,7 +17,7 @@ from servers import start_server
 from sparrow_sglang import measure_acceptance, push_adapter, score_dense
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 NAME, KEY = "tiny", "secret"
 A, B = BudgetSchedule.fixed(96), BudgetSchedule.fixed(64)

@@ -15,7 +15,7 @@ from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.plugin.scheduler_calls import rank_name
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 PROMPT = random_prompt(0, 100)
 TARGETS = ("q_proj", "v_proj")

@@ -11,8 +11,8 @@ import torch
 from engines import random_prompt
 from safetensors.torch import save
 
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.schedules.names import load_schedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 SHIPPED = "smollm2-135m-0.86"
 FIELDS = BudgetSchedule.fixed(96).model_dump(mode="json") | {"name": "mine"}

@@ -6,7 +6,7 @@ from engines import random_prompt
 
 from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 SCHEDULE = BudgetSchedule.fixed(48)
 SEQUENCES = [

@@ -28,9 +28,9 @@ from ports import free_port
 from waiting import wait_until
 
 from sparrow_sglang.plugin.state import server_state
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
-from sparrow_sglang.sglang_install import installed_version
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import SelectionRule
+from sparrow_sglang.sglang_compat.install import installed_version
 
 NEEDS_GEMMA3 = pytest.mark.skipif(
     Version(installed_version()) < Version("0.5.17"),

@@ -26,7 +26,7 @@ from sparrow_sglang.attention_backends.landmarks import (
     MeanLandmarks,
     kept_pairs,
 )
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.schedules.selection import SelectionRule
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SINKS, RECENTS = 1, 2

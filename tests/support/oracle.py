@@ -10,7 +10,7 @@ import torch
 from contract import budget_pages, decode_one, layer_budget
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 FP32 = 2e-4
 """|difference| of a log-prob between SGLang in fp32 and transformers in float64."""

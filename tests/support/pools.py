@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 def make_schedule(page_size: int, bin_pages: int, budgets: list[int]) -> BudgetSchedule:

@@ -19,8 +19,8 @@ from sparrow_sglang.attention_backends.landmarks import (
     kept_pairs,
 )
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 Step = TorchPagedDecode | TritonPagedDecode
 

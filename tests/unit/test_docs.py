@@ -11,7 +11,7 @@ import pytest
 
 from sparrow_sglang.benchmarks import rollout, step
 from sparrow_sglang.commands import cli
-from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.schedules.names import load_schedule
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -7,8 +7,8 @@ import pytest
 from contract import budget_pages
 
 from sparrow_sglang.plugin.state import SchedulerState
-from sparrow_sglang.request_options import KvUsage, RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import KvUsage, RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 GROWING = BudgetSchedule(name="grows", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 112))
 OTHER = BudgetSchedule(name="other", page_size=16, bin_tokens=32, budget_tokens=(48, 96))

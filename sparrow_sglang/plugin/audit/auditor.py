@@ -23,9 +23,9 @@ from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog
 from sparrow_sglang.plugin.audit.queue import AuditQueue, RecordedRequest, remove_slots, skip_reason
 from sparrow_sglang.plugin.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
-from sparrow_sglang.request_options import request_state
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.sglang_versions import request_of
+from sparrow_sglang.schedules.options import request_state
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.sglang_compat.versions import request_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, TokenizedGenerateReqInput

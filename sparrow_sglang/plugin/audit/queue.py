@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.mismatch.exact_rates import AUDIT_SLOTS, COMPARE, RECORD, record_into
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BatchStrOutput, TokenizedGenerateReqInput

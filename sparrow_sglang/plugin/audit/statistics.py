@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 WELL_FILLED_TOKENS = 2000
 """Tokens that a bin needs before its tail is warned of: 100 of them lie below the percentile."""

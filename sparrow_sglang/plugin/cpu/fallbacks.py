@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sparrow_sglang.sglang_versions import last_locations_in_torch, ranks
+from sparrow_sglang.sglang_compat.versions import last_locations_in_torch, ranks
 
 
 class _WithoutPinnedMemory(TorchFunctionMode):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
-from sparrow_sglang.request_options import RequestError, RequestOption
-from sparrow_sglang.sglang_install import LOCKED, installed_version
+from sparrow_sglang.schedules.options import RequestError, RequestOption
+from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -18,7 +18,7 @@ from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.metrics import round_metrics
 from sparrow_sglang.rl.rollout import EngineDied, Sampling
 from sparrow_sglang.rl.types import ABORTED
-from sparrow_sglang.schedule import DENSE
+from sparrow_sglang.schedules.schedule import DENSE
 
 SAMPLING = Sampling(max_new_tokens=60)
 

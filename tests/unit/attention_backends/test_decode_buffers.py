@@ -170,7 +170,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
     def test_it_is_what_the_step_allocates(self, left, kv_dtype):
-        from sparrow_sglang.schedule_names import load_schedule
+        from sparrow_sglang.schedules.names import load_schedule
 
         schedule = load_schedule("fixed-512", 16)
         shape = DecodeShape(schedule, 32, 8, 128, 262_144, kv_dtype.itemsize)

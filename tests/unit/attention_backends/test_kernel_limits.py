@@ -10,7 +10,7 @@ from configs import save_config
 
 from sparrow_sglang.attention_backends import kernels
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
-from sparrow_sglang.sglang_arguments import read_model_config, resolved
+from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 

@@ -14,7 +14,7 @@ from step_cases import StepCase
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.schedules.selection import SelectionRule
 
 FP32 = [(torch.float32, torch.float32)] * 3 + [(torch.float32, torch.float8_e4m3fn)]
 

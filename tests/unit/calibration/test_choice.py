@@ -11,8 +11,8 @@ from sparrow_sglang.calibration.results import check_schedule, make_schedule
 from sparrow_sglang.calibration.rule import RuleChoice, chosen_pairs, with_weights
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import SelectionRule
 
 BIN = 64
 

@@ -14,7 +14,7 @@ from sparrow_sglang.calibration import job as calibration_jobs
 from sparrow_sglang.calibration.job import CalibrationOptions, calibration_job, check_job
 from sparrow_sglang.calibration.prompts import builtin_prompts
 from sparrow_sglang.calibration.samples import Tokens
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from sparrow_sglang.calibration import measure as calibration_measure
 from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.calibration.samples import WorkFolder, plan_samples
 from sparrow_sglang.progress import Progress
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 PROMPT = Prompt("p", tuple(range(3, 103)))
 

@@ -15,8 +15,8 @@ from sparrow_sglang.calibration.rule import (
     variance_kept,
 )
 from sparrow_sglang.calibration.samples import Tokens
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.selection import SelectionRule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import SelectionRule
 
 PAGE = 16
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, token_bins
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 GROWING = BudgetSchedule(
     name="growing", page_size=16, bin_tokens=128, budget_tokens=(64, 64, 160, 4096)

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from sparrow_sglang.planning.model_shape import Experts, ModelShape
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 TINY = {
     "hidden_size": 8,

@@ -11,7 +11,7 @@ import pytest
 from sparrow_sglang.commands.plan import add_parser, run
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import step_time
-from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.schedules.names import load_schedule
 
 MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
 MODEL = str(MODELS / "qwen3-1.7b")

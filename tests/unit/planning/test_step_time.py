@@ -14,7 +14,7 @@ from shapes import GROUPED, MODELS, qwen
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import constants, lossless_ms, step_bytes, step_time
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,8 +17,8 @@ from sparrow_sglang.plugin.audit.queue import AuditQueue, skip_reason
 from sparrow_sglang.plugin.audit.statistics import SKIPPED
 from sparrow_sglang.plugin.exact_acceptance import keep_or_compare
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 ACTIVE = BudgetSchedule.fixed(64)
 

@@ -10,7 +10,7 @@ from frequencies import REQUESTS, p_value, sampled_from, sampling
 
 from sparrow_sglang.plugin.lossless import drafts as reference
 from sparrow_sglang.plugin.server_log import describe_schedule
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 def test_distributions_are_those_that_requests_ask_for() -> None:

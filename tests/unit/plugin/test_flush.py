@@ -9,7 +9,7 @@ import pytest
 from sparrow_sglang.plugin.control_guards import resume_memory
 from sparrow_sglang.plugin.scheduler_calls import ControlError, flush
 from sparrow_sglang.plugin.state import ServerState
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 @pytest.mark.parametrize("flushed", [(True, False), (False, True), (True, True)])

@@ -9,7 +9,7 @@ import pytest
 
 from sparrow_sglang.plugin import control_guards, request_hooks
 from sparrow_sglang.plugin.state import ServerState
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 class Server:

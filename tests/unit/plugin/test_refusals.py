@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from transformers import LlamaConfig
 
 from sparrow_sglang.plugin.adapter_checks import shapes_of
-from sparrow_sglang.sglang_arguments import attention_backends, resolved
+from sparrow_sglang.sglang_compat.arguments import attention_backends, resolved
 
 DEEPSEEK = {
     "architectures": ["DeepseekV2ForCausalLM"],

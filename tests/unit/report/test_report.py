@@ -24,8 +24,8 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import RESPONSES_FILE
-from sparrow_sglang.schedule import BudgetSchedule
-from sparrow_sglang.schedule_names import load_schedule
+from sparrow_sglang.schedules.names import load_schedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 STEPS = 12
 BIN = 64

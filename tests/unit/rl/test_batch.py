@@ -19,7 +19,7 @@ from sparrow_sglang.rl.learner import Learner
 from sparrow_sglang.rl.metrics import kv_metrics
 from sparrow_sglang.rl.runs.log import response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
-from sparrow_sglang.schedule import DENSE, BudgetSchedule
+from sparrow_sglang.schedules.schedule import DENSE, BudgetSchedule
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))

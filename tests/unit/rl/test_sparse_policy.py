@@ -12,7 +12,7 @@ from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, block_mask
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule, padding
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 CPU = torch.device("cpu")
 GROWING = BudgetSchedule(name="grows", page_size=16, bin_tokens=64, budget_tokens=(48, 64, 80))

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from sparrow_sglang import sglang_arguments, sglang_install
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, layer_refusals, registration
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.sglang_install import INSTALL, LOCKED, SUPPORTED, version_problems
+from sparrow_sglang.sglang_compat import arguments, install
+from sparrow_sglang.sglang_compat.install import INSTALL, LOCKED, SUPPORTED, version_problems
 
 ROOT = Path(__file__).parents[3]
 Pretend = Callable[..., None]
@@ -22,7 +22,7 @@ Pretend = Callable[..., None]
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Say that this version of SGLang is installed."""
-    return lambda version: monkeypatch.setattr(sglang_install, "version", lambda _: version)
+    return lambda version: monkeypatch.setattr(install, "version", lambda _: version)
 
 
 @pytest.fixture
@@ -51,15 +51,13 @@ class TestRefusal:
         from sglang.srt.server_args import ServerArgs
 
         with pytest.raises(InputError, match=older):
-            sglang_arguments.resolve(
+            arguments.resolve(
                 ServerArgs(
                     model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
                 )
             )
         # Users of another backend may keep an older SGLang.
-        sglang_arguments.resolve(
-            ServerArgs(model_path=tiny_llama, attention_backend="torch_native")
-        )
+        arguments.resolve(ServerArgs(model_path=tiny_llama, attention_backend="torch_native"))
 
     def test_a_scheduler_does_not_start(self, older: str) -> None:
         with pytest.raises(InputError, match=older):
@@ -123,7 +121,7 @@ class TestProbes:
         assert registered == []
         # The launching process refuses before it loads anything, and does not fall back to dense.
         with pytest.raises(RuntimeError, match=re.escape(line)):
-            sglang_arguments.resolve(
+            arguments.resolve(
                 ServerArgs(
                     model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
                 )

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pools import chosen_pairs
 
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
-from sparrow_sglang.request_options import RequestOption
-from sparrow_sglang.schedule import BudgetSchedule, ScheduleError
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
 
 FIELDS: dict[str, Any] = {
     "name": "mine",

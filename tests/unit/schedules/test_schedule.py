@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparrow_sglang.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedule_names import (
+from sparrow_sglang.schedules.names import (
     known_schedules,
     load_schedule,
     schedule_for_model,
     schedule_spec,
 )
+from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
 
 VALID: dict[str, Any] = {
     "name": "mine",

@@ -1,6 +1,6 @@
-"""Differences between the versions of SGLang that `sparrow_sglang.sglang_install` lists. Every
+"""Differences between the versions of SGLang that `sglang_compat.install` lists. Every
 import, attribute or parameter of SGLang that some supported version lacks, or has elsewhere, is
-looked up here or, on `ServerArgs`, in `sparrow_sglang.sglang_arguments`."""
+looked up here or, on `ServerArgs`, in `sparrow_sglang.sglang_compat.arguments`."""
 
 import base64
 import functools

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.schedule import MAX_TOKENS, BudgetSchedule
+from sparrow_sglang.schedules.schedule import MAX_TOKENS, BudgetSchedule
 
 KEY = "sparrow"
 _FIELD = f'custom_params["{KEY}"]'

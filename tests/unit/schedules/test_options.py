@@ -2,8 +2,8 @@
 
 import pytest
 
-from sparrow_sglang.request_options import RequestError, RequestOption
-from sparrow_sglang.schedule import BudgetSchedule
+from sparrow_sglang.schedules.options import RequestError, RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 A = BudgetSchedule(name="a", page_size=16, bin_tokens=64, budget_tokens=(64, 80, 80, 112))
 FIELD = 'custom_params["sparrow"]'

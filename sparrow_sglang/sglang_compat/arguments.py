@@ -1,4 +1,4 @@
-"""SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_install` lists."""
+"""SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_compat.install` lists."""
 
 import ast
 import copy
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
-from sparrow_sglang.sglang_install import SUPPORTED, version_problems
+from sparrow_sglang.sglang_compat.install import SUPPORTED, version_problems
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

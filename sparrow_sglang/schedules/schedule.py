@@ -27,7 +27,7 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import linear_layers, model_value, num_layers_of, partial_layers
 from sparrow_sglang.json_values import JsonError, cut, quoted, read_object
-from sparrow_sglang.selection import SelectionRule, weighted_pages
+from sparrow_sglang.schedules.selection import SelectionRule, weighted_pages
 from sparrow_sglang.validation import first_problem
 
 PAGE_SIZES = (16, 32, 64)

@@ -1,0 +1,1 @@
+"""What differs between versions of SGLang: arguments, the installed version, internals."""
