@@ -10,7 +10,7 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, at_least
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, MAX_DRAFT_TOKENS
+from sparrow_sglang.plugin.names import LOSSLESS, MAX_DRAFT_TOKENS
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedules.schedule import PAGE_SIZE

@@ -39,7 +39,7 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.processes import exported
 from sparrow_sglang.schedules.names import load_schedule, schedule_for_model

@@ -44,7 +44,7 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.processes import exported

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sparrow_sglang.plugin.adapters import load_adapter
-from sparrow_sglang.plugin.lossless.refusals import is_lossless
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.plugin.state import require_server_state
@@ -92,7 +92,7 @@ class LocalEngine(RolloutEngine):
         self._loading = False
         self._schedule = DENSE
         # Lossless decoding samples as dense decode does.
-        if arguments.attention_backend == BACKEND and not is_lossless(arguments):
+        if arguments.attention_backend == BACKEND and not mode_of(arguments).is_dense:
             active = resolve_schedule(arguments, self._manager.model_config.hf_config)
             self._schedule = active.name
             # The trainer counts by the schedule as it is written, and a run must be repeatable.

@@ -22,7 +22,7 @@ from sparrow_sglang.mismatch.exact_rates import (
     record_into,
     recording,
 )
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.processes import replace_signal_handlers
 from sparrow_sglang.progress import Progress

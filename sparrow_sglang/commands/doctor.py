@@ -22,8 +22,8 @@ from sparrow_sglang.json_values import shortened
 from sparrow_sglang.models import ModelError
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import GPUS
-from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
-from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
 from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
@@ -145,7 +145,6 @@ def _check_platform() -> Check:
 
 def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import describe_schedule
 
     try:
         # SGLang's own start-up messages would drown the report.
@@ -166,8 +165,8 @@ def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     schedule = resolve_schedule(server_args, hf_config)
     yield _check_kernels(server_args, model_config, schedule)
-    lossless = describe_lossless(resolved(server_args))
-    detail = f"sparse decode with {describe_schedule(schedule, hf_config, lossless)}"
+    view = resolved(server_args)
+    detail = f"sparse decode with {mode_of(view).describe(view, schedule, hf_config)}"
     if schedule.is_foreign(hf_config):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:
@@ -204,7 +203,7 @@ def _check_gain(
         return Check("note", "gain", f"not predicted: {error}")
     plan = Plan(shape, schedule, schedule, gpu, BATCH)
     longest = min(model_config.context_len, 32768)
-    if is_lossless(view := resolved(server_args)):
+    if mode_of(view := resolved(server_args)).is_dense:
         ms, drafts = plan.lossless(longest, ACCEPTANCE, view.speculative_num_draft_tokens - 1)
         gain, reason = plan.ms(longest) / ms, f"acceptance rate {ACCEPTANCE}"
         verdict = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"

@@ -21,7 +21,7 @@ from sparrow_sglang.planning.step_time import (
     step_bytes,
     step_time,
 )
-from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
+from sparrow_sglang.plugin.names import DEFAULT_DRAFTS
 from sparrow_sglang.schedules.names import AUTO, load_schedule, read_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 

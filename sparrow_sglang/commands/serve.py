@@ -24,8 +24,8 @@ from sparrow_sglang.models import (
     model_problem,
     path_problem,
 )
-from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
-from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.modes import mode_of, mode_with
+from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model, schedule_spec
@@ -135,16 +135,15 @@ def _serve(argv: Sequence[str]) -> None:
 def _ready_lines(server_args: "ServerArgs") -> str:
     from sparrow_sglang.attention_backends.dense_side import dense_backend
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import describe_schedule
 
     view, model_config = resolved(server_args), read_model_config(server_args)
     schedule = resolve_schedule(server_args, model_config.hf_config)
     name = server_args.served_model_name or server_args.model_path
-    on_gpu, lossless = view.device == "cuda", describe_lossless(view)
+    on_gpu = view.device == "cuda"
     url = f"http://{server_args.host}:{server_args.port}"
     rows = {
         "model": server_args.model_path,
-        "decode": describe_schedule(schedule, model_config.hf_config, lossless),
+        "decode": mode_of(view).describe(view, schedule, model_config.hf_config),
         "prefill": dense_backend(server_args, model_config) if on_gpu else f"torch, {view.device}",
         "request": f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d"
         f""" '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'""",
@@ -230,8 +229,8 @@ def check_model(arguments: Sequence[str]) -> None:
     if config is not None and any(text_config(config).get(name) is None for name in _NEEDED):
         config = None
     page_size = int(_value(arguments, "--page-size") or PAGE_SIZE)
-    lossless = (_value(arguments, "--speculative-algorithm") or "").upper() == LOSSLESS
-    spec = schedule_spec(_value(arguments, "--sparrow-schedule"), lossless)
+    auto = mode_with(_value(arguments, "--speculative-algorithm")).schedule
+    spec = schedule_spec(_value(arguments, "--sparrow-schedule"), auto)
     schedule = load_schedule(spec, page_size) if spec != AUTO else None
     if config is not None:
         (schedule or schedule_for_model(config, page_size)).for_model(config)

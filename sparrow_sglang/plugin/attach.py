@@ -11,9 +11,9 @@ from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
 from sparrow_sglang.plugin.control import landmarks, schedule
-from sparrow_sglang.plugin.lossless.refusals import is_lossless
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.pair_sums import pairs
-from sparrow_sglang.plugin.refusals import uses_sparrow
 from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import ServerState
@@ -31,8 +31,8 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
         return
     active = resolve_schedule(server_args, manager.model_config.hf_config)
     calls = (schedule, landmarks, pairs, adapter)
-    state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
-    state.lossless = is_lossless(server_args)
+    by_name = {call.__name__: partial(call, manager) for call in calls}
+    state = ServerState(active, active, by_name, mode=mode_of(server_args))
     # A calibration measures schedules as they are written.
     records = RECORD_VARIABLE in os.environ
     state.measures_dense = resolved(server_args).device == "cuda" and not records

@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.plugin.lossless.refusals import describe_lossless
 from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
     RanksDisagreeError,
     call_schedulers,
     drained,
-    gather_tp,
     idle,
     rank_name,
     scheduler_rpc,
 )
-from sparrow_sglang.plugin.server_log import announce, describe_schedule
+from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
 from sparrow_sglang.schedules.names import fixed_tokens, known_schedules, load_schedule
 from sparrow_sglang.schedules.schedule import DENSE, DRAFTS, BudgetSchedule, ScheduleError
@@ -37,9 +35,9 @@ _MEASURE = "measure"
 
 
 async def measure_once(manager: "TokenizerManager") -> None:
-    """Before the first request, have short sequences decode densely where that is faster. With
-    lossless decoding, have rounds draft as many tokens as pay. Data-parallel replicas take the
-    largest length that one of them has measured."""
+    """Before the first request, have short sequences decode densely where that is faster, or rounds
+    draft as many tokens as pay. Data-parallel replicas take the largest length that one of them has
+    measured."""
     state = require_server_state(manager)
     if state.measuring is None:
         if not state.measures_dense or state.released:
@@ -66,13 +64,7 @@ async def _measure_all(manager: "TokenizerManager") -> None:
 
 @scheduler_rpc(_MEASURE)
 def _measure(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    if require_scheduler_state().lossless:
-        scheduler.model_worker.measure()
-        return {"tokens": 0}
-    from sparrow_sglang.plugin.timing import measure_dense_tokens
-
-    tokens = measure_dense_tokens(scheduler.tp_worker.model_runner)
-    return {"tokens": gather_tp(scheduler, tokens)[0]}
+    return {"tokens": require_scheduler_state().mode.measure(scheduler)}
 
 
 async def schedule(
@@ -114,7 +106,7 @@ async def schedule(
         previous = state.schedule
         await _switch_all(manager, previous, new)
         state.switch(new)
-        if state.lossless and state.measures_dense and not state.released:
+        if state.mode.times_each_schedule and state.measures_dense and not state.released:
             await _measure_all(manager)
     return _answer(new, previous, hf_config)
 
@@ -195,11 +187,9 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
         budgets.load(schedule)
         if schedule == previous.dense_below(schedule.dense_tokens):
             return fields
-        lossless = describe_lossless(resolved(scheduler.server_args))
-        announce(
-            f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
-            f" {describe_schedule(schedule, scheduler.model_config.hf_config, lossless)}"
-        )
+        view, hf_config = resolved(scheduler.server_args), scheduler.model_config.hf_config
+        line = require_scheduler_state().mode.describe(view, schedule, hf_config)
+        announce(f"{rank_name(scheduler)}: schedule {previous.name} is replaced: {line}")
     return _fields(budgets.schedule)
 
 

@@ -1,8 +1,7 @@
 """The table of hooks: which functions of SGLang are changed, by which of ours, and how. SGLang's
 plugin framework puts a function of ours BEFORE, AFTER or AROUND one of its own, or in its place
 (REPLACE). Except for `CPU_HOOKS`, which belong to our CPU platform, all do nothing in a process
-with another attention backend. `LOSSLESS_HOOKS`, of which one runs for each token of each request,
-are applied in schedulers of lossless decoding only."""
+with another attention backend. `Mode.hooks` are applied in schedulers of that mode only."""
 
 import inspect
 import operator
@@ -13,17 +12,17 @@ from sparrow_sglang.plugin import (
     attach,
     control_guards,
     exact_acceptance,
+    memory,
     request_hooks,
     scheduler_calls,
     scheduler_hooks,
 )
 from sparrow_sglang.plugin.cpu import fallbacks
-from sparrow_sglang.plugin.state import Hook
+from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.sglang_compat.versions import located, resolve_target
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_REQ = "sglang.srt.managers.schedule_batch.Req"
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
 _TEXT = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
@@ -66,11 +65,11 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MANAGER}.release_memory_occupation", "AROUND", control_guards.release_memory, "obj"),
     (f"{_MANAGER}.resume_memory_occupation", "AROUND", control_guards.resume_memory, "obj"),
     # Schedulers: memory, then each request from its prefill to its end.
-    (f"{_POOL}._compute_cell_size", "AFTER", scheduler_hooks.reserve_landmarks,
+    (f"{_POOL}._compute_cell_size", "AFTER", memory.reserve_landmarks,
      "kvc|mr num_layers"),
-    (f"{_POOLS}.__init__", "AFTER", scheduler_hooks.reserve_landmarks_beside_windows, "kvc|mr"),
+    (f"{_POOLS}.__init__", "AFTER", memory.reserve_landmarks_beside_windows, "kvc|mr"),
     (f"{_CONFIGURATOR}._profile_available_bytes", "AFTER",
-     scheduler_hooks.reserve_decode_buffers, "pre_model_load_memory"),
+     memory.reserve_decode_buffers, "pre_model_load_memory"),
     (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options,
      "batch model_runner"),
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
@@ -85,12 +84,6 @@ HOOKS = tuple(Hook(*row) for row in (
     # Schedulers: the audit, and exact acceptance rates.
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),
-))
-
-LOSSLESS_HOOKS = tuple(Hook(*row) for row in (
-    (f"{_REQ}.update_finish_state", "AROUND", scheduler_hooks.finish_by_token, "new_accepted_len"),
-    ("sglang.srt.session.session_controller.Session.create_req", "BEFORE",
-     scheduler_hooks.end_turns_at_their_stop),
 ))
 
 CPU_HOOKS = tuple(Hook(*row) for row in (

@@ -35,9 +35,9 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import forward
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength
-from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
+from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
-from sparrow_sglang.plugin.scheduler_hooks import finish_by_token
+from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
 
@@ -420,7 +420,7 @@ def test_models_that_it_does_not_serve_are_rejected(
 
     model = save_tiny_model(tmp_path, kind)
     args = ServerArgs(model_path=model, attention_backend="sparrow", **DRAFTS)
-    problems = lossless_model_problems(args, read_model_config(args))
+    problems = mode_of(args).model_problems(read_model_config(args))
     assert any(problem in line for line in problems)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
+from sparrow_sglang.plugin.names import LOSSLESS, MAX_DRAFT_TOKENS
 from sparrow_sglang.schedules.options import RequestError, RequestOption
 from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
 
@@ -14,15 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.server_args import ServerArgs
 
-LOSSLESS = "SPARROW"
-"""Name of the algorithm in SGLang's --speculative-algorithm."""
 FORCED_ACCEPTANCE = "SPARROW_FORCED_ACCEPTANCE"
 """Variable by which benchmarks of random weights set the share of accepted drafts, 0 to 1."""
-DEFAULT_DRAFTS = 8
-MAX_DRAFT_TOKENS = 33
-MAX_REQUESTS = 128
-"""Default of --max-running-requests, and so of the largest captured batch: a captured round has a
-row of logits for each token of each request."""
 
 _ARGUMENTS = {
     "pp_size": (1, "drafts are not passed between pipeline stages"),
@@ -45,25 +39,8 @@ _FIELDS = {
 }
 
 
-def is_lossless(server_args: "ServerArgs") -> bool:
-    # SGLang accepts the name in lower case, too.
-    return (server_args.speculative_algorithm or "").upper() == LOSSLESS
-
-
-def describe_lossless(view: "ServerArgs") -> str:
-    """A log's description of lossless decoding, by resolved arguments; empty for other servers."""
-    if not is_lossless(view):
-        return ""
-    return f"lossless, up to {view.speculative_num_draft_tokens - 1} drafts a round"
-
-
-def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
+def argument_problems(server_args: "ServerArgs") -> list[str]:
     """One sentence for each argument that lossless decoding does not run with, or not without."""
-    tokens = server_args.speculative_num_draft_tokens
-    if not is_lossless(server_args):
-        alone = tokens is not None and not server_args.speculative_algorithm
-        problem = f"speculative_num_draft_tokens={tokens}: expected with --speculative-algorithm"
-        return [problem] if alone else []
     field = f"speculative_algorithm={LOSSLESS!r}"
     if installed_version() != LOCKED:
         return [f"{field}: it is fitted to SGLang {LOCKED}, not to {installed_version()}"]
@@ -75,6 +52,7 @@ def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
     ]
     if RECORD_VARIABLE in os.environ:
         problems.append(f"{field} with {RECORD_VARIABLE} set: drafts are not recorded; unset it")
+    tokens = server_args.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= MAX_DRAFT_TOKENS:
         problems.append(
             f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the bonus"
@@ -83,10 +61,8 @@ def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
     return problems
 
 
-def lossless_model_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:
+def model_problems(model_config: "ModelConfig") -> list[str]:
     """Properties of the model that lossless decoding does not serve."""
-    if not is_lossless(server_args):
-        return []
     text = model_config.hf_text_config
     kinds = set(map(str, layer_types_of(text)))
     properties = {
@@ -102,7 +78,7 @@ def lossless_model_problems(server_args: "ServerArgs", model_config: "ModelConfi
     ]
 
 
-def require_lossless(request: "TokenizedGenerateReqInput", option: RequestOption | None) -> None:
+def require_servable(request: "TokenizedGenerateReqInput", option: RequestOption | None) -> None:
     """Raise `RequestError` if the request has a field that a round would not honour exactly."""
     if option is not None and option.report:
         raise RequestError("report=true with lossless decoding: tokens are dense; expected false")

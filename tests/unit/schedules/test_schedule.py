@@ -269,12 +269,12 @@ def test_the_flag_comes_before_the_variable_and_this_before_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARROW_SCHEDULE", "from-variable")
-    assert schedule_spec("from-flag", False) == "from-flag"
-    assert schedule_spec(None, False) == "from-variable"
+    assert schedule_spec("from-flag", "auto") == "from-flag"
+    assert schedule_spec(None, "auto") == "from-variable"
     monkeypatch.setenv("SPARROW_SCHEDULE", "")
-    assert schedule_spec(None, False) == "auto"
+    assert schedule_spec(None, "auto") == "auto"
     monkeypatch.delenv("SPARROW_SCHEDULE")
-    assert schedule_spec(None, False) == "auto"
+    assert schedule_spec(None, "auto") == "auto"
 
 
 # -- own files
