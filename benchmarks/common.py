@@ -74,11 +74,11 @@ def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
     )
 
 
-def set_acceptance_rate(options: argparse.Namespace, forced: bool) -> None:
-    """Set the default of --acceptance-rate; raises `ValueError` where none is `forced`."""
+def set_acceptance_rate(options: argparse.Namespace, applies: bool) -> None:
+    """Set the default of --acceptance-rate; raises `ValueError` where it does not apply."""
     if options.acceptance_rate is None:
         options.acceptance_rate = 0.96
-    elif not forced:
+    elif not applies:
         raise ValueError(
             f"--acceptance-rate {options.acceptance_rate}: expected random weights and --drafts"
         )

@@ -9,7 +9,6 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean, median
@@ -38,10 +37,8 @@ from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
-from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.processes import exported
 from sparrow_sglang.schedules.names import load_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import DRAFTS, PAGE_SIZE
 
@@ -216,10 +213,12 @@ def run_side(
     drafts = options.drafts if schedule else None
     on_gpu = torch.cuda.is_available()
     defaults = engine_defaults(model, backend, schedule, drafts, requests, on_gpu)
-    forced: AbstractContextManager[None] = nullcontext()
+    engine_class = sglang.Engine
     if drafts and not model.has_weights:
-        forced = exported(FORCED_ACCEPTANCE, str(options.acceptance_rate))
-    with forced, sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
+        from sparrow_sglang.benchmarks import given_acceptance
+
+        engine_class = given_acceptance.engine_class(options.acceptance_rate)
+    with engine_class(**defaults | engine_arguments(options.engine_args)) as engine:
         served = backend_of(engine) if backend == STOCK else backend
         replay(engine, make_requests([32] * GROUP, prompt_tokens, vocab_size, options.seed + 1))
         measured = replay(engine, requests)

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -43,11 +42,9 @@ from sparrow_sglang.command_line import count
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.processes import exported
 from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule
 
@@ -243,9 +240,13 @@ def measure(
     alike = model_config(model)["model_type"] == "gpt_oss"
     arguments = engine_arguments(options.engine_args)
     defaults = engine_defaults(options, model, backend, schedule_name, drafts)
-    # A round takes as long whatever it accepts, and is timed where it accepts everything.
-    forced = exported(FORCED_ACCEPTANCE, "1") if drafts else nullcontext()
-    with forced, sglang.Engine(**defaults | arguments) as engine:
+    engine_class = sglang.Engine
+    if drafts:
+        from sparrow_sglang.benchmarks import given_acceptance
+
+        # A round takes as long whatever it accepts, and is timed where it accepts everything.
+        engine_class = given_acceptance.engine_class(1.0)
+    with engine_class(**defaults | arguments) as engine:
         served = backend_of(engine) if backend == STOCK else backend
         if drafts:
             # Time rounds of that many drafts, also where fewer would be faster.

@@ -72,7 +72,7 @@ class Plan:
         sparse = step_time(self.shape, self.gpu, self.batch, cached, self.schedule)
         read = step_bytes(self.shape, 1, cached, self.schedule).read
         if read >= cached:
-            covers = f"the budget of {self.schedule.kv_budget_tokens(cached):,}"
+            covers = f"the budget of {self.schedule.budget_at(cached):,}"
             if cached <= self.schedule.dense_tokens:
                 covers = f"dense_tokens={self.schedule.dense_tokens}"
             return f"nothing is sparse at {cached:,} tokens: {covers} covers them"

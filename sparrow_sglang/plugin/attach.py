@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
 from sparrow_sglang.plugin.adapters import adapter
 from sparrow_sglang.plugin.audit.auditor import Auditor
 from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
-from sparrow_sglang.plugin.control import landmarks, schedule
+from sparrow_sglang.plugin.control import schedule
 from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.pair_sums import pairs
@@ -23,6 +24,13 @@ from sparrow_sglang.sglang_compat.arguments import resolved
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+CALLS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
+    "schedule": schedule,
+    "adapter": adapter,
+    "pairs": pairs,
+}
+"""Calls of `Endpoint.call_sparrow`; `routes.CALLS` gives some a route."""
+
 
 def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
     """AFTER hook: attach the state with which the launching process checks, switches and audits."""
@@ -30,9 +38,8 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     if not uses_sparrow(server_args):
         return
     active = resolve_schedule(server_args, manager.model_config.hf_config)
-    calls = (schedule, landmarks, pairs, adapter)
-    by_name = {call.__name__: partial(call, manager) for call in calls}
-    state = ServerState(active, active, by_name, mode=mode_of(server_args))
+    calls = {name: partial(call, manager) for name, call in CALLS.items()}
+    state = ServerState(active, active, calls, mode=mode_of(server_args))
     # A calibration measures schedules as they are written.
     records = RECORD_VARIABLE in os.environ
     state.measures_dense = resolved(server_args).device == "cuda" and not records

@@ -11,7 +11,6 @@ from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
     RanksDisagreeError,
     call_schedulers,
-    drained,
     idle,
     rank_name,
     scheduler_rpc,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sparrow_sglang")
 
 _CALL = "schedule"
-_CHECK = "landmarks"
 _MEASURE = "measure"
 
 
@@ -117,17 +115,6 @@ def require_seconds(timeout_s: Any) -> None:
         raise ControlError(f"timeout_s={quoted(timeout_s)}: expected seconds, more than 0")
 
 
-async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dict[str, Any]:
-    """Recompute every landmark in use and compare, while no request runs; a debugging aid. New
-    requests wait meanwhile, and the check at most `timeout_s` for the running ones. Returns
-    `pages`, the number of pages whose landmarks are right. Raises `ControlError` on the first wrong
-    landmark, or if requests still run."""
-    require_seconds(timeout_s)
-    async with drained(manager, "a check of landmarks", timeout_s):
-        by_rank = await call_schedulers(manager, _CHECK, {})
-    return {"pages": sum(answer["pages"] for answer in by_rank.values())}
-
-
 async def _switch_all(
     manager: "TokenizerManager", previous: BudgetSchedule, new: BudgetSchedule
 ) -> None:
@@ -168,14 +155,6 @@ def _answer(active: BudgetSchedule, previous: BudgetSchedule, hf_config: Any) ->
 
 def _fields(schedule: BudgetSchedule) -> dict[str, Any]:
     return schedule.model_dump(mode="json")
-
-
-@scheduler_rpc(_CHECK)
-def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    from sparrow_sglang.attention_backends.landmark_check import check_landmarks, live_pages
-
-    check_landmarks(scheduler)
-    return {"pages": len(live_pages(scheduler))}
 
 
 @scheduler_rpc(_CALL)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
-from sparrow_sglang.plugin.scheduler_calls import ControlError, drained, flush, is_idle
+from sparrow_sglang.plugin.scheduler_calls import ControlError, flush, is_idle, requests_blocked
 from sparrow_sglang.plugin.state import ServerState, server_state
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
@@ -109,7 +109,7 @@ async def release_memory(call: Call, manager: Any, state: ServerState, request: 
     async with _without_scores(state):
         if not manager.is_pause and await manager.model_update_lock.is_locked():
             raise ControlError("memory was not released: requests are running; let them finish")
-        async with drained(manager, "a release of memory") as wait_s:
+        async with requests_blocked(manager, "a release of memory") as wait_s:
             if tags & state.released or not await is_idle(manager, wait_s, retracted=True):
                 raise ControlError(f"tags={sorted(tags)}: released already, or requests hold KV")
             answer = await call()
@@ -143,7 +143,7 @@ async def _update_problem(manager: Any, state: ServerState, request: Any) -> str
         return None
     if request.abort_all_requests:
         manager.abort_request(abort_all=True)
-    async with drained(manager, "a weight update") as wait_s:
+    async with requests_blocked(manager, "a weight update") as wait_s:
         if not await is_idle(manager, wait_s, retracted=True):
             return "requests hold KV of the old weights; abort them, or pass flush_cache=false"
     return None

@@ -78,6 +78,5 @@ def reserve_decode_buffers(
     )
     meta, device = torch.device("meta"), torch.device("cuda", kvc.gpu_id)
     needed = DecodeBuffers(shape, rows, num_layers_of(hf_config), meta, device).num_bytes
-    vocabulary = kvc.model_config.vocab_size
-    needed += mode_of(server_args).logits_bytes(rows, server_args, vocabulary)
+    needed += mode_of(server_args).logits_bytes(rows, server_args, kvc.model_config)
     return available_bytes - needed - record_bytes(kvc.server_args, kvc.model_config)

@@ -71,7 +71,7 @@ class Mode:
 
         return DecodeGraphs
 
-    def logits_bytes(self, rows: int, view: "ServerArgs", vocab_size: int) -> int:
+    def logits_bytes(self, rows: int, view: "ServerArgs", model_config: "ModelConfig") -> int:
         """Bytes of GPU memory for logits of `rows` requests, beyond those that SGLang counts."""
         return 0
 

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 import zmq
+from landmark_check import run_scheduler
 from packaging.version import Version
 from pools import chosen_pairs
 from ports import free_port
@@ -267,6 +268,7 @@ def import_for_fork() -> Any:
         gc.collect()
 
     engine._set_envs_and_config = then_fork
+    engine.Engine.run_scheduler_process_func = staticmethod(run_scheduler)
     return engine
 
 

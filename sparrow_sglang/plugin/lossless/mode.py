@@ -58,9 +58,10 @@ class Lossless(Mode):
 
         return VerifyGraphs
 
-    def logits_bytes(self, rows: int, view: "ServerArgs", vocab_size: int) -> int:
+    def logits_bytes(self, rows: int, view: "ServerArgs", model_config: "ModelConfig") -> int:
         # Logits of a round, and as much twice while its probabilities are computed, in fp32.
-        return 3 * 4 * rows * (view.speculative_num_draft_tokens or 1) * vocab_size
+        tokens = view.speculative_num_draft_tokens or 1
+        return 3 * 4 * rows * tokens * model_config.vocab_size
 
     def measure(self, scheduler: "Scheduler") -> int:
         scheduler.model_worker.measure()

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.server_args import ServerArgs
 
-FORCED_ACCEPTANCE = "SPARROW_FORCED_ACCEPTANCE"
-"""Variable by which benchmarks of random weights set the share of accepted drafts, 0 to 1."""
-
 _ARGUMENTS = {
     "pp_size": (1, "drafts are not passed between pipeline stages"),
     "enable_dp_attention": (False, "idle ranks would have to draft"),

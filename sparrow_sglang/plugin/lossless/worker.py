@@ -1,6 +1,5 @@
 """The worker of lossless decoding: rounds as docs/lossless.md describes them, and their timing."""
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from sparrow_sglang.plugin.graphs import DecodeGraphs
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
-from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
@@ -98,10 +96,6 @@ class LosslessWorker(BaseSpecWorker):
                 Counter("sparrow:drafts", "Drafts whose predecessors were all accepted"),
                 Counter("sparrow:accepted_drafts", "Drafts that were accepted"),
             ]
-        forced = os.environ.get(FORCED_ACCEPTANCE)
-        self._forced = None if forced is None else float(forced)
-        if self._forced is not None and is_first:
-            announce(f"{FORCED_ACCEPTANCE}={forced}: ANSWERS ARE WRONG, for benchmarks only")
         self._positions = torch.arange(self._width, device=self.device)[:, None]
 
     def __getattr__(self, name: str) -> Any:
@@ -228,10 +222,7 @@ class LosslessWorker(BaseSpecWorker):
             with self._drafting(dense=True):
                 result = decode(0)
         logits = result.logits_output.next_token_logits.unflatten(0, (len(rows), -1))
-        outcome = drafts.verify(logits)
-        if self._forced is not None:
-            outcome = outcome.forced(self._forced, count)
-        outcome = Outcome(*map(self._of_first_rank, outcome))
+        outcome = Outcome(*map(self._of_first_rank, self._verify(drafts, logits)))
         stride = logits.shape[1]
         output = outcome.output(drafts.tokens[:stride].T).reshape(-1)
         accept_lens = (outcome.accepted + 1).to(torch.int32)
@@ -250,6 +241,9 @@ class LosslessWorker(BaseSpecWorker):
             can_run_cuda_graph=result.can_run_graph,
             routed_experts_output=result.routed_experts_output,
         )
+
+    def _verify(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
+        return drafts.verify(logits)
 
     @contextmanager
     def _drafting(self, dense: bool | None = None) -> Iterator[None]:
