@@ -5,21 +5,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.commands.plan import ACCEPTANCE, BATCH, NO_GAIN, Plan
-from sparrow_sglang.commands.serve import (
-    check_flags,
-    check_model,
-    check_port,
-    parse_server_args,
-    with_defaults,
-)
+from sparrow_sglang.commands.serve import check_flags, parse_server_args, with_defaults
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import shortened
-from sparrow_sglang.models import ModelError
+from sparrow_sglang.models import ModelError, missing_weights
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import GPUS
 from sparrow_sglang.plugin.modes import mode_of
@@ -100,14 +95,10 @@ def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
         # The demo model, which was not requested, may be missing.
         yield Check("FAIL" if argv else "note", "model", str(error))
         return
-    for name, check in (("flags", check_flags), ("port", check_port), ("model", check_model)):
-        try:
-            check(arguments)
-        except ScheduleError as error:
-            yield Check("FAIL", "schedule", str(error))
-        except ValueError as error:
-            yield Check("FAIL", name, str(error))
-            return
+    try:
+        check_flags(arguments)
+    except ValueError as error:
+        yield Check("FAIL", "flags", str(error))
 
 
 def _check_plugin() -> Check:
@@ -161,6 +152,11 @@ def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
         return
     model_config = read_model_config(server_args)
     hf_config = model_config.hf_config
+    folder = Path(server_args.model_path)
+    if folder.is_dir() and server_args.load_format != "dummy":
+        if problem := missing_weights(folder):
+            yield Check("FAIL", "model", problem)
+            return
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     schedule = resolve_schedule(server_args, hf_config)

@@ -1,4 +1,4 @@
-"""Names by which a server is configured for this package, and what they say about a server."""
+"""Names by which a server is configured for this package."""
 
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,3 @@ MAX_DRAFT_TOKENS = 33
 def uses_sparrow(server_args: "ServerArgs") -> bool:
     """Whether this backend is selected for prefill, decode or both."""
     return BACKEND in attention_backends(server_args)
-
-
-def names_lossless(algorithm: str | None) -> bool:
-    # SGLang accepts the name in lower case, too.
-    return (algorithm or "").upper() == LOSSLESS
