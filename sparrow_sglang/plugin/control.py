@@ -106,7 +106,7 @@ def _measure(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     if require_scheduler_state().lossless:
         scheduler.model_worker.measure()
         return {"tokens": 0}
-    from sparrow_sglang.plugin.dense_steps import measure_dense_tokens
+    from sparrow_sglang.plugin.graphs import measure_dense_tokens
 
     tokens = measure_dense_tokens(scheduler.tp_worker.model_runner)
     return {"tokens": gather_tp(scheduler, tokens)[0]}

@@ -243,6 +243,6 @@ def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> 
         from sparrow_sglang.plugin.lossless.worker import VerifyGraphs
 
         return VerifyGraphs
-    from sparrow_sglang.plugin.dense_steps import DecodeGraphs
+    from sparrow_sglang.plugin.graphs import DecodeGraphs
 
     return DecodeGraphs

@@ -32,16 +32,16 @@ from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin import passes
+from sparrow_sglang.plugin import forward
 from sparrow_sglang.plugin.lossless import algorithm
-from sparrow_sglang.plugin.lossless.pace import Pace
+from sparrow_sglang.plugin.lossless.draft_length import DraftLength
 from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.scheduler_hooks import finish_by_token
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
 
-RUN = passes.run
+RUN = forward.run
 EXPERTS = mock.Mock()
 DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
 POOL = {
@@ -97,7 +97,7 @@ def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
         patch.setattr(Scheduler, "require_measured", require_measured, raising=False)
         patch.setattr(Scheduler, "require_experts", require_experts, raising=False)
         patch.setattr(LosslessWorker, "measure", measure)
-        patch.setattr(passes, "run", run_within_context)
+        patch.setattr(forward, "run", run_within_context)
         arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
         with start_engine(sharp_llama, **arguments, **DRAFTS, **POOL) as engine:
             yield engine
@@ -428,7 +428,7 @@ def test_models_that_it_does_not_serve_are_rejected(
 def varied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of no, one and up to four drafts in turn, in engines that are forked from now on."""
     counts = itertools.cycle((0, 1, 4, 0, 0, 3))
-    monkeypatch.setattr(Pace, "next_round", lambda *_: next(counts))
+    monkeypatch.setattr(DraftLength, "next_round", lambda *_: next(counts))
 
 
 def test_the_number_of_drafts_changes_no_greedy_answer(

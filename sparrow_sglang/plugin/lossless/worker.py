@@ -19,11 +19,11 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin import passes
-from sparrow_sglang.plugin.dense_steps import DecodeGraphs
+from sparrow_sglang.plugin import forward
+from sparrow_sglang.plugin.graphs import DecodeGraphs
+from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
-from sparrow_sglang.plugin.lossless.pace import Costs, Pace
 from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
 from sparrow_sglang.plugin.server_log import announce
 
@@ -35,7 +35,7 @@ class VerifyGraphs(DecodeCudaGraphRunner):
     """Captures verifications, whose `spec_info` SGLang does not know."""
 
     def get_spec_info(self, num_tokens: int) -> Any:
-        return passes.verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
+        return forward.verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
         # SGLang compares widths only where there is a `spec_info`, which a draft has not. Replayed
@@ -86,7 +86,7 @@ class LosslessWorker(BaseSpecWorker):
         self._target_worker, self._draft_worker = target_worker, None
         self._width = int(get_spec().speculative_num_draft_tokens)
         self._draft_graphs: Any = None
-        self._pace = Pace(self._width - 1)
+        self._draft_length = DraftLength(self._width - 1)
         # Drafts and requests of the rounds whose outcome is not on the host yet.
         self._in_flight: deque[tuple[int, list[Req]]] = deque()
         is_first = get_parallel().tp_rank == 0
@@ -118,7 +118,7 @@ class LosslessWorker(BaseSpecWorker):
             for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
             if not (req.finished() or req.is_retracted)
         ]
-        counts = self._pace.observe(drafts, accepted)
+        counts = self._draft_length.observe(drafts, accepted)
         for counter, count in zip(self._counters, counts, strict=False):
             counter.inc(count)
 
@@ -138,12 +138,12 @@ class LosslessWorker(BaseSpecWorker):
         if self._draft_graphs is None:
             return
         runner, most = self.model_runner, self._width - 1
-        largest = passes.largest_batch(runner)
+        largest = forward.largest_batch(runner)
         longest = runner.model_config.context_len - self._width
         cases = [
             (batch, tokens)
             for batch in sorted({min(batch, largest) for batch in (1, 4, 16, 64, largest)})
-            for tokens in islice(passes.timed_lengths(runner, batch, longest), 0, None, 2)
+            for tokens in islice(forward.timed_lengths(runner, batch, longest), 0, None, 2)
         ]
         if not cases:
             return
@@ -152,15 +152,15 @@ class LosslessWorker(BaseSpecWorker):
             self._seconds(*cases[0], count)
         seconds = [[self._seconds(*case, count) for count in (0, 1, most)] for case in cases]
         shared = self._of_first_rank(torch.tensor(seconds, device=self.device)).tolist()
-        costs = Costs(most, [(*case, *row) for case, row in zip(cases, shared, strict=True)])
-        self._pace.costs = costs
+        times = RoundTimes(most, [(*case, *row) for case, row in zip(cases, shared, strict=True)])
+        self._draft_length.times = times
         if get_parallel().tp_rank == 0:
-            announce(costs.summary())
+            announce(times.summary())
 
     def _seconds(self, batch_size: int, tokens: int, count: int) -> float:
         """Of a round of greedy requests with `count` drafts."""
         runner = self.model_runner
-        with passes.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
+        with forward.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
             lengths = torch.full_like(rows, tokens)
             batch: Any = SimpleNamespace(
                 req_pool_indices=rows,
@@ -175,7 +175,7 @@ class LosslessWorker(BaseSpecWorker):
                     is_any_greedy=True,
                 ),
             )
-            return passes.least_seconds(lambda: self._round(batch, count))
+            return forward.least_seconds(lambda: self._round(batch, count))
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
@@ -189,7 +189,7 @@ class LosslessWorker(BaseSpecWorker):
                 on_publish(result.new_seq_lens)
             return result
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
-        count = self._pace.next_round(len(lengths), sum(lengths) / len(lengths))
+        count = self._draft_length.next_round(len(lengths), sum(lengths) / len(lengths))
         self._in_flight.append((count, batch.reqs[:]))
         return self._round(batch, count, on_publish)
 
@@ -213,7 +213,7 @@ class LosslessWorker(BaseSpecWorker):
             """The decode step after the latest token and `number` drafts."""
             on_host = None if known is None else known + number + 1
             token, position, slot = drafts.tokens[number], positions[number], slots[number]
-            return passes.run(runner, rows, lengths[number], on_host, token, position, slot)
+            return forward.run(runner, rows, lengths[number], on_host, token, position, slot)
 
         with self._drafting():
             for number in range(count):
@@ -223,7 +223,7 @@ class LosslessWorker(BaseSpecWorker):
                 self._of_first_rank(draft)
         if count:
             flat = [tensor.T.reshape(-1) for tensor in (drafts.tokens, positions, slots)]
-            result = passes.run(runner, rows, committed, known, *flat)
+            result = forward.run(runner, rows, committed, known, *flat)
         else:
             with self._drafting(dense=True):
                 result = decode(0)
@@ -253,16 +253,16 @@ class LosslessWorker(BaseSpecWorker):
 
     @contextmanager
     def _drafting(self, dense: bool | None = None) -> Iterator[None]:
-        """Within, passes replay the graphs of drafts; `dense` is `SparrowAttnBackend.forced`."""
+        """Within, passes replay the graphs of drafts; `dense` is the backend's `dense_override`."""
         runner, backend = self.model_runner, sparrow_backend(self.model_runner)
-        backend.forced = dense
+        backend.dense_override = dense
         verify_graphs = runner.decode_cuda_graph_runner
         runner.decode_cuda_graph_runner = self._draft_graphs
         try:
             yield
         finally:
             runner.decode_cuda_graph_runner = verify_graphs
-            backend.forced = None
+            backend.dense_override = None
             # A verification without a graph sets no event of its own. With that of the last draft
             # the scheduler would change the token table while the verification reads it.
             if not dense:

@@ -1,4 +1,4 @@
-"""How many tokens a round drafts, by its costs and the recent acceptance. Deterministic in its
+"""How many tokens a round drafts, by measured times and the recent acceptance. Deterministic in its
 inputs, so that the ranks of a model agree without a message."""
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ def best_drafts(seconds: Any, acceptance: float) -> int:
     return best if rates[best] > GAIN * rates[0] else 0
 
 
-class Costs:
+class RoundTimes:
     """Measured seconds of rounds, linear between batch sizes, lengths and drafts, constant beyond.
 
     Args:
@@ -64,20 +64,20 @@ class Costs:
         return np.array([none, *np.linspace(one, most, self._most)])
 
 
-class Pace:
-    """Chooses the drafts of each round, up to `most`; always `most` without `costs`."""
+class DraftLength:
+    """Chooses the drafts of each round, up to `most`; always `most` without `times`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.costs: Costs | None = None
+        self.times: RoundTimes | None = None
         self._accepted, self._judged = _PRIOR * _PRIOR_DRAFTS, _PRIOR_DRAFTS
         self._undrafted = 0
 
     def next_round(self, batch: int, length: float) -> int:
         """Drafts of the next round, of requests with a mean of `length` tokens."""
         drafts = self._most
-        if self.costs is not None:
-            seconds = self.costs.at(batch, length // 64 * 64)
+        if self.times is not None:
+            seconds = self.times.at(batch, length // 64 * 64)
             drafts = best_drafts(seconds, self._accepted / self._judged)
             self._undrafted = 0 if drafts else self._undrafted % PROBE_ROUNDS + 1
             if self._undrafted == PROBE_ROUNDS:

@@ -11,7 +11,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.hf_config import partial_layers
-from sparrow_sglang.plugin import passes
+from sparrow_sglang.plugin import forward
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -40,7 +40,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
         super().capture_one_shape(*arguments)
 
     def _resolve_attention_variant(self, forward_batch: ForwardBatch, capture_bs: int) -> str:
-        dense = self._sparrow.forced
+        dense = self._sparrow.dense_override
         if dense is None:
             lengths = forward_batch.seq_lens_cpu
             known = lengths is not None and lengths.numel() > 0
@@ -63,10 +63,10 @@ def measure_dense_tokens(runner: "ModelRunner") -> int:
         return 0
     schedule = sparrow_backend(runner).schedule
     # A loss at small batches is of a few percent, the gain at large ones a multiple.
-    batch = min(16, passes.largest_batch(runner))
+    batch = min(16, forward.largest_batch(runner))
     lengths = [
         tokens
-        for tokens in passes.timed_lengths(runner, batch, model.context_len - 1)
+        for tokens in forward.timed_lengths(runner, batch, model.context_len - 1)
         if tokens >= schedule.first_sparse_length()
     ]
     ratios = [_sparse_to_dense(runner, batch, tokens) for tokens in lengths]
@@ -84,16 +84,16 @@ def crossover(lengths: list[int], ratios: list[float]) -> int:
 
 def _sparse_to_dense(runner: "ModelRunner", batch: int, tokens: int) -> float:
     backend = sparrow_backend(runner)
-    with passes.requests_in_pool(runner, batch, tokens, 1) as rows:
+    with forward.requests_in_pool(runner, batch, tokens, 1) as rows:
         zeros, positions = torch.zeros_like(rows), torch.full_like(rows, tokens)
         lengths = positions + 1
         step = rows, lengths, lengths.cpu(), zeros, positions, zeros
 
         def seconds(dense: bool) -> float:
-            backend.forced = dense
+            backend.dense_override = dense
             try:
-                return passes.least_seconds(lambda: passes.run(runner, *step))
+                return forward.least_seconds(lambda: forward.run(runner, *step))
             finally:
-                backend.forced = None
+                backend.dense_override = None
 
         return seconds(dense=False) / seconds(dense=True)
