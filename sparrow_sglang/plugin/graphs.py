@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1.02
 """A sparse step is slower from this many times the dense one's seconds on."""
-_DENSE, _SPARSE = "sparrow_dense", "sparrow_sparse"
+DENSE, SPARSE = "sparrow_dense", "sparrow_sparse"
+"""Labels of the variants."""
 
 
 class _Variants(NamedTuple):
-    capture_labels: tuple[str, ...] = (_DENSE, _SPARSE)
+    capture_labels: tuple[str, ...] = (DENSE, SPARSE)
 
 
 class DecodeGraphs(DecodeCudaGraphRunner):
@@ -36,7 +37,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
 
     def capture_one_shape(self, *arguments: Any) -> None:
         *_, variant = arguments
-        self._sparrow.dense_step = variant == _DENSE
+        self._sparrow.dense_step = variant == DENSE
         super().capture_one_shape(*arguments)
 
     def _resolve_attention_variant(self, forward_batch: ForwardBatch, capture_bs: int) -> str:
@@ -46,7 +47,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
             known = lengths is not None and lengths.numel() > 0
             dense = known and self._sparrow.budgets.reads_everything(int(lengths.max()))
         self._sparrow.dense_step = dense
-        return _DENSE if dense else _SPARSE
+        return DENSE if dense else SPARSE
 
 
 def measure_dense_tokens(runner: "ModelRunner") -> int:

@@ -36,6 +36,11 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
+_CHANGING_WEIGHTS = (
+    *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+    *("update_weights_from_ipc", "end_weight_update", "check_weights", "resume_memory_occupation"),
+)
+
 
 # fmt: off
 HOOKS = tuple(Hook(*row) for row in (
@@ -82,16 +87,22 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER",
+     scheduler_hooks.add_draft_weights),
     # Schedulers: the audit, and exact acceptance rates.
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),
 ))
 
-LOSSLESS_HOOKS = tuple(Hook(*row) for row in (
+_EXPIRE = [
+    Hook(f"{_WEIGHTS}.{call}", "AFTER", scheduler_hooks.expire_draft_weights)
+    for call in _CHANGING_WEIGHTS
+]
+LOSSLESS_HOOKS = (*_EXPIRE, *(Hook(*row) for row in (
     (f"{_REQ}.update_finish_state", "AROUND", scheduler_hooks.finish_by_token, "new_accepted_len"),
     ("sglang.srt.session.session_controller.Session.create_req", "BEFORE",
      scheduler_hooks.end_turns_at_their_stop),
-))
+)))
 
 CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.utils.common.support_triton", "REPLACE", fallbacks.no_triton, "backend"),

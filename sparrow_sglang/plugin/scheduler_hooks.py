@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.hf_config import num_layers_of
 from sparrow_sglang.plugin.exact_acceptance import assign_recordings, record_bytes
-from sparrow_sglang.plugin.lossless.refusals import is_lossless
+from sparrow_sglang.plugin.lossless.refusals import WEIGHTS_FIELD, is_lossless
 from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
@@ -232,6 +232,19 @@ def reserve_decode_buffers(
         # Logits of a round, and as much twice while its probabilities are computed, in fp32.
         needed += 3 * 4 * rows * draft_tokens * kvc.model_config.vocab_size
     return available_bytes - needed - record_bytes(kvc.server_args, kvc.model_config)
+
+
+def add_draft_weights(_: None, runner: "ModelRunner", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook of loading a model: copy its weights for drafts before the KV pool is sized."""
+    if is_lossless(runner.server_args):
+        from sparrow_sglang.plugin.lossless.draft_weights import make_draft_weights
+
+        setattr(runner, WEIGHTS_FIELD, make_draft_weights(runner))
+
+
+def expire_draft_weights(_: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook of each call that changes weights, also where it reports a failure."""
+    getattr(updater.tp_worker.model_runner, WEIGHTS_FIELD).stale = True
 
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:

@@ -20,7 +20,15 @@ from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_F
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.plugin.adapter_checks import check_config
-from sparrow_sglang.plugin.lossless.refusals import MAX_REQUESTS, is_lossless
+from sparrow_sglang.plugin.lossless.refusals import (
+    AUTO as AUTO_WEIGHTS,
+)
+from sparrow_sglang.plugin.lossless.refusals import (
+    DRAFT_WEIGHTS,
+    MAX_REQUESTS,
+    WEIGHTS_FIELD,
+    is_lossless,
+)
 from sparrow_sglang.plugin.refusals import (
     BACKEND,
     device_problems,
@@ -70,6 +78,12 @@ FIELDS = {
         None,
         "Attention backend of SGLang for the dense passes of the attention backend 'sparrow' on a"
         f" GPU: {', '.join(DENSE_BACKENDS)}. Default: the one that SGLang itself would choose.",
+    ),
+    WEIGHTS_FIELD: ServerField(
+        str,
+        AUTO_WEIGHTS,
+        f"Weights that drafts of lossless decoding use: {', '.join(DRAFT_WEIGHTS)}. fp8: copies,"
+        " kept beside the model's own. auto: copies where the GPU computes them much faster.",
     ),
     "sparrow_audit_rate": ServerField(
         float,

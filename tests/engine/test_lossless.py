@@ -43,7 +43,11 @@ from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
 
 RUN = forward.run
 EXPERTS = mock.Mock()
-DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
+DRAFTS = {
+    "speculative_algorithm": "SPARROW",
+    "speculative_num_draft_tokens": 5,
+    "sparrow_draft_weights": "fp8",
+}
 POOL = {
     "chunked_prefill_size": 64,
     "page_size": 16,

@@ -19,6 +19,9 @@ LOSSLESS = "SPARROW"
 FORCED_ACCEPTANCE = "SPARROW_FORCED_ACCEPTANCE"
 """Variable by which benchmarks of random weights set the share of accepted drafts, 0 to 1."""
 DEFAULT_DRAFTS = 8
+WEIGHTS_FIELD = "sparrow_draft_weights"
+AUTO, MODEL, FP8 = DRAFT_WEIGHTS = "auto", "model", "fp8"
+"""Values of the field: FP8 copies where they pay, the model's own weights, FP8 copies."""
 MAX_DRAFT_TOKENS = 33
 MAX_REQUESTS = 128
 """Default of --max-running-requests, and so of the largest captured batch: a captured round has a
@@ -59,11 +62,12 @@ def describe_lossless(view: "ServerArgs") -> str:
 
 def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
     """One sentence for each argument that lossless decoding does not run with, or not without."""
-    tokens = server_args.speculative_num_draft_tokens
+    tokens, weights = server_args.speculative_num_draft_tokens, getattr(server_args, WEIGHTS_FIELD)
     if not is_lossless(server_args):
-        alone = tokens is not None and not server_args.speculative_algorithm
-        problem = f"speculative_num_draft_tokens={tokens}: expected with --speculative-algorithm"
-        return [problem] if alone else []
+        alone = {WEIGHTS_FIELD: weights} if weights != AUTO else {}
+        if tokens is not None and not server_args.speculative_algorithm:
+            alone["speculative_num_draft_tokens"] = tokens
+        return [f"{k}={v!r}: expected with --speculative-algorithm" for k, v in alone.items()]
     field = f"speculative_algorithm={LOSSLESS!r}"
     if installed_version() != LOCKED:
         return [f"{field}: it is fitted to SGLang {LOCKED}, not to {installed_version()}"]
@@ -75,6 +79,8 @@ def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
     ]
     if RECORD_VARIABLE in os.environ:
         problems.append(f"{field} with {RECORD_VARIABLE} set: drafts are not recorded; unset it")
+    if weights not in DRAFT_WEIGHTS:
+        problems.append(f"{WEIGHTS_FIELD}={quoted(weights)}: expected {', '.join(DRAFT_WEIGHTS)}")
     if tokens is not None and not 2 <= tokens <= MAX_DRAFT_TOKENS:
         problems.append(
             f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the bonus"
