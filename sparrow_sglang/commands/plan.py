@@ -88,7 +88,7 @@ class Plan:
         best = max(lengths, key=self.speedup)
         if (gain := self.speedup(best)) >= NO_GAIN:
             return f"{gain:.2f}x as fast as dense at {best:,} tokens"
-        # `plugin.graphs` does not time models with partial layers.
+        # `plugin.timing` does not time models with partial layers.
         timed = not self.shape.partial_layers
         why = "decodes densely where that is faster" if timed else "dense decode is as fast"
         return f"no gain up to {lengths[-1]:,} tokens: {why}"

@@ -1,25 +1,13 @@
-"""Server side of run-time control: switch the schedule, check landmarks, measure rotary pairs.
-Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some a route."""
+"""The switch of the schedule, in the launching process and in every scheduler; to what a request
+names, and to the lengths that decode densely once steps have been timed."""
 
 import asyncio
 import logging
-import os
-import sys
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
-from sparrow_sglang.plugin.adapters import adapter
-from sparrow_sglang.plugin.audit.auditor import Auditor
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
-from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
-from sparrow_sglang.plugin.refusals import uses_sparrow
-from sparrow_sglang.plugin.routes import add_routes
+from sparrow_sglang.plugin.lossless.refusals import describe_lossless
 from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
     RanksDisagreeError,
@@ -30,11 +18,9 @@ from sparrow_sglang.plugin.scheduler_calls import (
     rank_name,
     scheduler_rpc,
 )
-from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.server_log import announce, describe_schedule
 from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
 from sparrow_sglang.schedules.names import fixed_tokens, known_schedules, load_schedule
-from sparrow_sglang.schedules.options import ATTRIBUTE
 from sparrow_sglang.schedules.schedule import DENSE, DRAFTS, BudgetSchedule, ScheduleError
 from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.validation import nearest_first
@@ -48,29 +34,6 @@ logger = logging.getLogger("sparrow_sglang")
 _CALL = "schedule"
 _CHECK = "landmarks"
 _MEASURE = "measure"
-_PAIRS = "pairs"
-
-
-def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook: attach the state with which the launching process checks, switches and audits."""
-    server_args = manager.server_args
-    if not uses_sparrow(server_args):
-        return
-    active = resolve_schedule(server_args, manager.model_config.hf_config)
-    calls = (schedule, landmarks, pairs, adapter)
-    state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
-    state.lossless = is_lossless(server_args)
-    # A calibration measures schedules as they are written.
-    records = RECORD_VARIABLE in os.environ
-    state.measures_dense = resolved(server_args).device == "cuda" and not records
-    rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
-    if rate or server_args.enable_metrics:
-        log = None if folder is None else MismatchLog(Path(folder))
-        state.auditor = Auditor(manager, rate, active, log, state.released)
-    setattr(manager, ATTRIBUTE, state)
-    http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if http_server is not None:
-        add_routes(http_server.app)
 
 
 async def measure_once(manager: "TokenizerManager") -> None:
@@ -106,7 +69,7 @@ def _measure(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     if require_scheduler_state().lossless:
         scheduler.model_worker.measure()
         return {"tokens": 0}
-    from sparrow_sglang.plugin.graphs import measure_dense_tokens
+    from sparrow_sglang.plugin.timing import measure_dense_tokens
 
     tokens = measure_dense_tokens(scheduler.tp_worker.model_runner)
     return {"tokens": gather_tp(scheduler, tokens)[0]}
@@ -257,48 +220,3 @@ def _schedule(schedule: Any, state: ServerState, hf_config: Any) -> BudgetSchedu
         f"schedule={quoted(schedule, 60)}: expected a schedule's fields, {DENSE!r},"
         f" fixed-<tokens>, {first.name}, or a shipped name, such as {', '.join(nearest)}"
     )
-
-
-async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None) -> dict[str, Any]:
-    """Start measuring with landmarks of `landmark_tokens`; None ends it and returns the sums, in
-    `layers` rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`. Raises
-    `ControlError` if no measurement was started."""
-    fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
-    replicas = [a["layers"] for a in (await call_schedulers(manager, _PAIRS, fields)).values()]
-    return {
-        "layers": {
-            layer: np.sum([replica[layer] for replica in replicas], 0).tolist()
-            for layer in replicas[0]
-        }
-    }
-
-
-@scheduler_rpc(_PAIRS)
-def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from sparrow_sglang.attention_backends.backend import sparrow_backend
-    from sparrow_sglang.attention_backends.pair_variance import PairVariances
-
-    backend = sparrow_backend(scheduler.tp_worker.model_runner)
-    req_to_token = scheduler.req_to_token_pool.req_to_token
-    if fields:
-        backend.pair_variances = PairVariances(fields["landmark_tokens"], req_to_token)
-        return {"layers": {}}
-    measured, backend.pair_variances = backend.pair_variances, None
-    if measured is None:
-        raise ControlError("landmark_tokens=None: expected a number first, to start a measurement")
-    if req_to_token.is_cuda:
-        # The last forward pass may still run, on another stream.
-        torch.cuda.synchronize(req_to_token.device)
-    local = {layer: sums.cpu().numpy() for layer, sums in sorted(measured.sums.items())}
-    gathered = gather_tp(scheduler, (backend.kv_heads, local))
-    # A KV head's query heads may lie on several ranks.
-    num_heads = max(heads.stop for heads, _ in gathered)
-    layers = {}
-    for layer, rows in local.items():
-        total = np.zeros((num_heads, rows.shape[1]))
-        for heads, sums in gathered:
-            total[heads.start : heads.stop] += sums[layer]
-        layers[str(layer)] = total.tolist()
-    return {"layers": layers}

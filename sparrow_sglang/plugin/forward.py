@@ -1,8 +1,5 @@
-"""Passes that SGLang has not scheduled: those of a lossless round, and those that are timed."""
+"""Forward passes that SGLang has not scheduled: those of a round, and those that are timed."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,59 +9,8 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 
-from sparrow_sglang.attention_backends.backend import sparrow_backend
-
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
-
-_SHORTEST = 1024
-_RUNS = 4
-
-
-def largest_batch(runner: "ModelRunner") -> int:
-    """Requests of the largest step that is captured and admitted."""
-    return min(runner.decode_cuda_graph_runner.max_bs, runner.req_to_token_pool.size)
-
-
-def timed_lengths(runner: "ModelRunner", batch: int, longest: int) -> Iterator[int]:
-    """Two lengths per octave up to `longest` of which `batch` requests fit into the KV pool. All
-    are multiples of 512, and so of the page size."""
-    for octave in range(longest.bit_length()):
-        for tokens in (_SHORTEST << octave, (_SHORTEST << octave) * 3 // 2):
-            if tokens <= longest and batch * tokens <= runner.max_total_num_tokens:
-                yield tokens
-
-
-@contextmanager
-def requests_in_pool(
-    runner: "ModelRunner", batch: int, tokens: int, new: int
-) -> Iterator[torch.Tensor]:
-    """Within, the first `batch` rows of the token table hold `tokens` distinct slots each, and the
-    slot of padding for `new` tokens after them, so that passes over these leave the pool as it is.
-    `tokens` is one of `timed_lengths`. Yields the rows, [batch] int64."""
-    rows = runner.req_to_token_pool.req_to_token[:batch, : tokens + new]
-    before = rows.clone()
-    slots = torch.arange(batch * tokens, dtype=rows.dtype, device=rows.device)
-    rows[:, :tokens] = slots.view(batch, tokens) + sparrow_backend(runner).schedule.page_size
-    rows[:, tokens:] = 0
-    try:
-        yield torch.arange(batch, device=rows.device)
-    finally:
-        torch.cuda.synchronize()
-        rows[:] = before
-
-
-def least_seconds(run: Callable[[], object]) -> float:
-    """Of a few runs, by the device's clock, after one that warms up."""
-    run()
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_RUNS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return min(start.elapsed_time(end) for start, end in pairwise(events)) / 1000
 
 
 def verify_input(width: int, positions: torch.Tensor) -> Any:

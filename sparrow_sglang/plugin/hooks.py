@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from sparrow_sglang.plugin import (
     adapter_checks,
-    control,
+    attach,
     control_guards,
     exact_acceptance,
     request_hooks,
@@ -45,7 +45,7 @@ _CHANGING_WEIGHTS = (
 # fmt: off
 HOOKS = tuple(Hook(*row) for row in (
     # The launching process: run-time control, then each request on its way in and out.
-    (f"{_MANAGER}.__init__", "AFTER", control.attach_server),
+    (f"{_MANAGER}.__init__", "AFTER", attach.attach_server),
     (f"{_MANAGER}.generate_request", "AROUND", request_hooks.wrap_generate_request, "obj"),
     (f"{_MANAGER}._create_tokenized_object", "AFTER", request_hooks.check_request, "obj"),
     (f"{_CHAT}._build_chat_response", "AFTER", request_hooks.report_in_response, "request ret"),

@@ -12,7 +12,7 @@ from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin import graphs
+from sparrow_sglang.plugin import graphs, timing
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -36,7 +36,7 @@ def test_decode_is_dense_up_to_the_first_sparse_step_that_is_not_slower(
     ratios: list[float], expected: int
 ) -> None:
     lengths = [1024, 1536, 2048][: len(ratios)]
-    assert graphs.crossover(lengths, ratios) == expected
+    assert timing.crossover(lengths, ratios) == expected
 
 
 def test_a_step_is_dense_only_where_every_request_reads_everything() -> None:
@@ -75,7 +75,7 @@ def planned_densely(monkeypatch: pytest.MonkeyPatch) -> None:
             backend.dense.init_forward_metadata(batch)
 
     monkeypatch.setattr(SparrowAttnBackend, "init_forward_metadata", plan_densely)
-    monkeypatch.setattr(graphs, "measure_dense_tokens", lambda _: DENSE_TOKENS)
+    monkeypatch.setattr(timing, "measure_dense_tokens", lambda _: DENSE_TOKENS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")

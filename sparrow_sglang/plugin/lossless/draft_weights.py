@@ -18,9 +18,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_parallel
 
-from sparrow_sglang.plugin.forward import least_seconds
 from sparrow_sglang.plugin.lossless.refusals import AUTO, MODEL, WEIGHTS_FIELD
 from sparrow_sglang.plugin.server_log import announce
+from sparrow_sglang.plugin.timing import least_seconds
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

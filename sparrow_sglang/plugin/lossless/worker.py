@@ -19,7 +19,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin import forward
+from sparrow_sglang.plugin import forward, timing
 from sparrow_sglang.plugin.graphs import SPARSE, DecodeGraphs
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
@@ -153,12 +153,12 @@ class LosslessWorker(BaseSpecWorker):
         if self._draft_graphs is None:
             return
         runner, most = self.model_runner, self._width - 1
-        largest = forward.largest_batch(runner)
+        largest = timing.largest_batch(runner)
         longest = runner.model_config.context_len - self._width
         cases = [
             (batch, tokens)
             for batch in sorted({min(batch, largest) for batch in (1, 4, 16, 64, largest)})
-            for tokens in islice(forward.timed_lengths(runner, batch, longest), 0, None, 2)
+            for tokens in islice(timing.timed_lengths(runner, batch, longest), 0, None, 2)
         ]
         if not cases:
             return
@@ -175,7 +175,7 @@ class LosslessWorker(BaseSpecWorker):
     def _seconds(self, batch_size: int, tokens: int, count: int) -> float:
         """Of a round of greedy requests with `count` drafts."""
         runner = self.model_runner
-        with forward.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
+        with timing.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
             lengths = torch.full_like(rows, tokens)
             batch: Any = SimpleNamespace(
                 req_pool_indices=rows,
@@ -190,7 +190,7 @@ class LosslessWorker(BaseSpecWorker):
                     is_any_greedy=True,
                 ),
             )
-            return forward.least_seconds(lambda: self._round(batch, count))
+            return timing.least_seconds(lambda: self._round(batch, count))
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
