@@ -31,8 +31,9 @@ from sparrow_sglang.schedules.schedule import NAME, PAGE_SIZE, BudgetSchedule
 
 DEFAULT_TARGET = 0.86
 PUBLISHED = "published"
+INT4 = "int4"
 CALIBRATED = "calibrated"
-RULES = (PUBLISHED, CALIBRATED)
+RULES = (PUBLISHED, INT4, CALIBRATED)
 # Each is a fifth to a half larger than the one before. Models with two KV heads need half of the
 # context and more.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288,

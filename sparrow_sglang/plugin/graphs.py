@@ -13,11 +13,12 @@ from sparrow_sglang.attention_backends.backend import sparrow_backend
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_DENSE, _SPARSE = "sparrow_dense", "sparrow_sparse"
+DENSE, SPARSE = "sparrow_dense", "sparrow_sparse"
+"""Labels of the variants."""
 
 
 class _Variants(NamedTuple):
-    capture_labels: tuple[str, ...] = (_DENSE, _SPARSE)
+    capture_labels: tuple[str, ...] = (DENSE, SPARSE)
 
 
 class DecodeGraphs(DecodeCudaGraphRunner):
@@ -31,7 +32,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
 
     def capture_one_shape(self, *arguments: Any) -> None:
         *_, variant = arguments
-        self._sparrow.dense_step = variant == _DENSE
+        self._sparrow.dense_step = variant == DENSE
         super().capture_one_shape(*arguments)
 
     def _resolve_attention_variant(self, forward_batch: ForwardBatch, capture_bs: int) -> str:
@@ -41,4 +42,4 @@ class DecodeGraphs(DecodeCudaGraphRunner):
             known = lengths is not None and lengths.numel() > 0
             dense = known and self._sparrow.budgets.reads_everything(int(lengths.max()))
         self._sparrow.dense_step = dense
-        return _DENSE if dense else _SPARSE
+        return DENSE if dense else SPARSE

@@ -81,6 +81,8 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER",
+     memory.prepare_model),
     # Schedulers: the audit, and exact acceptance rates.
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),

@@ -12,6 +12,12 @@ from sparrow_sglang.sglang_compat.arguments import resolved, rows_of_graphs
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def prepare_model(_: None, runner: "ModelRunner", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook of loading a model, before the KV pool is sized."""
+    mode_of(runner.server_args).prepare_model(runner)
 
 
 def reserve_landmarks(

@@ -5,6 +5,7 @@ a member here; `modes.mode_of` returns the mode of a server."""
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.plugin.hook import Hook
+from sparrow_sglang.plugin.names import WEIGHTS_FIELD
 from sparrow_sglang.plugin.scheduler_calls import gather_tp
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.names import AUTO
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 # Arguments of lossless decoding, with their defaults.
-_OF_LOSSLESS = {"speculative_num_draft_tokens": None}
+_OF_LOSSLESS = {"speculative_num_draft_tokens": None, WEIGHTS_FIELD: AUTO}
 
 
 class Mode:
@@ -43,7 +45,7 @@ class Mode:
         if server_args.speculative_algorithm:
             return []
         return [
-            f"{name}={value}: expected with --speculative-algorithm"
+            f"{name}={value!r}: expected with --speculative-algorithm"
             for name, default in _OF_LOSSLESS.items()
             if (value := getattr(server_args, name)) != default
         ]
@@ -64,6 +66,9 @@ class Mode:
         self, request: "TokenizedGenerateReqInput", option: RequestOption | None
     ) -> None:
         """Raise `RequestError` if the request has a field that this mode would not honour."""
+
+    def prepare_model(self, runner: "ModelRunner") -> None:
+        """Add what this mode keeps beside a model's weights, which have just been loaded."""
 
     def graph_runner(self) -> type:
         """The class that captures the decode steps of a GPU."""

@@ -21,7 +21,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.plugin.adapter_checks import check_config
 from sparrow_sglang.plugin.modes import mode_of
-from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
 from sparrow_sglang.plugin.refusals import (
     device_problems,
     model_problems,
@@ -69,6 +69,12 @@ FIELDS = {
         None,
         "Attention backend of SGLang for the dense passes of the attention backend 'sparrow' on a"
         f" GPU: {', '.join(DENSE_BACKENDS)}. Default: the one that SGLang itself would choose.",
+    ),
+    WEIGHTS_FIELD: ServerField(
+        str,
+        AUTO,
+        f"Weights that drafts of lossless decoding use: {', '.join(DRAFT_WEIGHTS)}. fp8: copies,"
+        " kept beside the model's own. auto: copies where the GPU computes them much faster.",
     ),
     "sparrow_audit_rate": ServerField(
         float,

@@ -35,6 +35,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import forward
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength
+from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.modes import mode_of
@@ -43,7 +44,11 @@ from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
 
 RUN = forward.run
 EXPERTS = mock.Mock()
-DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
+DRAFTS = {
+    "speculative_algorithm": "SPARROW",
+    "speculative_num_draft_tokens": 5,
+    "sparrow_draft_weights": "fp8",
+}
 POOL = {
     "chunked_prefill_size": 64,
     "page_size": 16,
@@ -559,7 +564,7 @@ def test_no_event_of_a_draft_is_left_to_the_scheduler() -> None:
     worker.model_runner = SimpleNamespace(
         decode_cuda_graph_runner="verify", attn_backend=SimpleNamespace()
     )
-    worker._draft_graphs = "drafts"
+    worker._draft_graphs, worker._weights = "drafts", DraftWeights(torch.nn.Module())
     with worker._drafting():
         assert worker.model_runner.decode_cuda_graph_runner == "drafts"
         worker.model_runner.shared_read_done_event = "of a draft"

@@ -1,9 +1,10 @@
-"""Hooks of a scheduler of lossless decoding only: one runs for each token of each request."""
+"""Hooks of a scheduler of lossless decoding only; one runs for each token of each request."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.plugin.hook import Hook
+from sparrow_sglang.plugin.names import WEIGHTS_FIELD
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -44,7 +45,18 @@ def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:
         node.req.output_ids = node.req.output_ids_through_stop
 
 
+def expire_draft_weights(_: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook of each call that changes weights, also where it reports a failure."""
+    getattr(updater.tp_worker.model_runner, WEIGHTS_FIELD).stale = True
+
+
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_CHANGING_WEIGHTS = (
+    *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+    *("update_weights_from_ipc", "end_weight_update", "check_weights", "resume_memory_occupation"),
+)
 HOOKS = (
+    *(Hook(f"{_UPDATER}.{call}", "AFTER", expire_draft_weights) for call in _CHANGING_WEIGHTS),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
         "AROUND",

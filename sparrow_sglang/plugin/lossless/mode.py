@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.plugin.lossless import refusals
 from sparrow_sglang.plugin.lossless.hooks import HOOKS
 from sparrow_sglang.plugin.mode import Mode
+from sparrow_sglang.plugin.names import WEIGHTS_FIELD
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import DRAFTS, BudgetSchedule
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 _MAX_REQUESTS = 128
@@ -52,6 +54,11 @@ class Lossless(Mode):
         self, request: "TokenizedGenerateReqInput", option: RequestOption | None
     ) -> None:
         refusals.require_servable(request, option)
+
+    def prepare_model(self, runner: "ModelRunner") -> None:
+        from sparrow_sglang.plugin.lossless.draft_weights import make_draft_weights
+
+        setattr(runner, WEIGHTS_FIELD, make_draft_weights(runner))
 
     def graph_runner(self) -> type:
         from sparrow_sglang.plugin.lossless.worker import VerifyGraphs

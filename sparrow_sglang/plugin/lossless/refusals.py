@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
-from sparrow_sglang.plugin.names import LOSSLESS, MAX_DRAFT_TOKENS
+from sparrow_sglang.plugin.names import DRAFT_WEIGHTS, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
 from sparrow_sglang.schedules.options import RequestError, RequestOption
 from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
 
@@ -49,7 +49,9 @@ def argument_problems(server_args: "ServerArgs") -> list[str]:
     ]
     if RECORD_VARIABLE in os.environ:
         problems.append(f"{field} with {RECORD_VARIABLE} set: drafts are not recorded; unset it")
-    tokens = server_args.speculative_num_draft_tokens
+    tokens, weights = server_args.speculative_num_draft_tokens, getattr(server_args, WEIGHTS_FIELD)
+    if weights not in DRAFT_WEIGHTS:
+        problems.append(f"{WEIGHTS_FIELD}={quoted(weights)}: expected {', '.join(DRAFT_WEIGHTS)}")
     if tokens is not None and not 2 <= tokens <= MAX_DRAFT_TOKENS:
         problems.append(
             f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the bonus"

@@ -19,10 +19,12 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.plugin import forward, timing
-from sparrow_sglang.plugin.graphs import DecodeGraphs
+from sparrow_sglang.plugin.graphs import SPARSE, DecodeGraphs
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
+from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
+from sparrow_sglang.plugin.names import WEIGHTS_FIELD
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
@@ -40,6 +42,19 @@ class VerifyGraphs(DecodeCudaGraphRunner):
         # as a verification, it would write KV to stale slots.
         verifies = forward_batch.forward_mode.is_target_verify()
         return verifies and bool(super().can_run_graph(forward_batch))
+
+
+class DraftGraphs(DecodeGraphs):
+    """Captures dense steps with the model's weights, and drafts with `weights`."""
+
+    def __init__(self, runner: Any, weights: DraftWeights) -> None:
+        self._weights = weights
+        super().__init__(runner)
+
+    def capture_one_shape(self, *arguments: Any) -> None:
+        *_, variant = arguments
+        with self._weights.in_use(variant == SPARSE):
+            super().capture_one_shape(*arguments)
 
 
 @dataclass
@@ -85,6 +100,7 @@ class LosslessWorker(BaseSpecWorker):
         self._width = int(get_spec().speculative_num_draft_tokens)
         self._draft_graphs: Any = None
         self._draft_length = DraftLength(self._width - 1)
+        self._weights: DraftWeights = getattr(target_worker.model_runner, WEIGHTS_FIELD)
         # Drafts and requests of the rounds whose outcome is not on the host yet.
         self._in_flight: deque[tuple[int, list[Req]]] = deque()
         is_first = get_parallel().tp_rank == 0
@@ -123,7 +139,7 @@ class LosslessWorker(BaseSpecWorker):
             return
         algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
         try:
-            self._draft_graphs = DecodeGraphs(runner)
+            self._draft_graphs = DraftGraphs(runner, self._weights)
         finally:
             runner.spec_algorithm = algorithm
 
@@ -175,6 +191,7 @@ class LosslessWorker(BaseSpecWorker):
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
     ) -> GenerationBatchResult:
         """One prefill, or one round. `on_publish` receives the new lengths as soon as known."""
+        self._weights.refresh()
         if batch.forward_mode.is_extend():
             result = self._target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens
@@ -246,14 +263,16 @@ class LosslessWorker(BaseSpecWorker):
         return drafts.verify(logits)
 
     @contextmanager
-    def _drafting(self, dense: bool | None = None) -> Iterator[None]:
-        """Within, passes replay the graphs of drafts; `dense` is the backend's `dense_override`."""
+    def _drafting(self, dense: bool = False) -> Iterator[None]:
+        """Within, passes are drafts, or `dense` steps, and replay the graphs of these."""
         runner, backend = self.model_runner, sparrow_backend(self.model_runner)
-        backend.dense_override = dense
+        # Drafts with the model's weights are dense steps where the budget covers the context.
+        backend.dense_override = True if dense else False if self._weights.copies else None
         verify_graphs = runner.decode_cuda_graph_runner
         runner.decode_cuda_graph_runner = self._draft_graphs
         try:
-            yield
+            with self._weights.in_use(not dense):
+                yield
         finally:
             runner.decode_cuda_graph_runner = verify_graphs
             backend.dense_override = None
