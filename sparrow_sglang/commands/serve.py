@@ -12,7 +12,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NoReturn
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem
+from sparrow_sglang.models import (
+    EMBEDDED_MODEL_NAME,
+    ModelError,
+    model_folder,
+    model_problem,
+    path_problem,
+)
 from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
@@ -145,6 +151,8 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     if flags and not flags[0].startswith("-"):
         flags.insert(0, _MODEL_FLAGS[0])
     model = _value(flags, *_MODEL_FLAGS) or (None if "--config" in flags else EMBEDDED_MODEL_NAME)
+    if model is not None and (problem := path_problem(model)):
+        raise ModelError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
     defaults = ["--attention-backend", BACKEND, "--log-level", "warning"]
     folder = model and model_folder(model)
     if folder is None or folder == model:
