@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
+from sparrow_sglang.sglang_compat import versions
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
@@ -117,5 +118,5 @@ def run(
         # FlashInfer plans a verification by lengths with, and the sum without its tokens.
         forward_batch.seq_lens_sum = int(lengths_cpu.sum())
         forward_batch.seq_lens_cpu = lengths_cpu + (width if verifies else 0)
-    runner.kv_index_translator.bind_own_plan(forward_batch)
+    versions.bind_slots(runner, forward_batch)
     return runner.forward(forward_batch)

@@ -198,6 +198,14 @@ def hybrid_config(model_config: "ModelConfig") -> Any:
     return mambaish_config(model_config)
 
 
+def bind_slots(runner: Any, forward_batch: Any) -> None:
+    """Give a batch that `ForwardBatch.init_new` has not made its slots as the KV pool has them."""
+    translator = runner.kv_index_translator
+    # Up to 0.5.21 there is one translation, without a plan.
+    bind = getattr(translator, "bind_own_plan", None) or translator.rebind_write_loc
+    bind(forward_batch)
+
+
 def decode_may_become_prefill() -> bool:
     """Whether DP attention turns decode batches into prefills while another rank prefills."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch

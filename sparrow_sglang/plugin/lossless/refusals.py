@@ -65,8 +65,6 @@ def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
         problem = f"speculative_num_draft_tokens={tokens}: expected with --speculative-algorithm"
         return [problem] if alone else []
     field = f"speculative_algorithm={LOSSLESS!r}"
-    if installed_version() != LOCKED:
-        return [f"{field}: it is fitted to SGLang {LOCKED}, not to {installed_version()}"]
     problems = [
         f"{field} with {name}={getattr(server_args, name)!r}: {why};"
         f" remove --{name.replace('_', '-')}"
