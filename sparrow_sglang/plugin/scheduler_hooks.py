@@ -13,7 +13,7 @@ from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.arguments import resolved, rows_of_graphs
-from sparrow_sglang.sglang_compat.install import INSTALL, LOCKED, installed_version
+from sparrow_sglang.sglang_compat.install import INSTALL
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -236,8 +236,7 @@ def reserve_decode_buffers(
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
     """AROUND hook: capture dense decode steps, too, or the verifications of our algorithm."""
-    ours = uses_sparrow(runner.server_args) and runner.device == "cuda"
-    if not ours:
+    if not uses_sparrow(runner.server_args) or runner.device != "cuda":
         return original(runner)
     if is_lossless(runner.server_args):
         from sparrow_sglang.plugin.lossless.worker import VerifyGraphs

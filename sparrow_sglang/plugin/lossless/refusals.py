@@ -8,6 +8,7 @@ from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
 from sparrow_sglang.schedules.options import RequestError, RequestOption
 from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
+from sparrow_sglang.sglang_compat.versions import LOSSLESS_NEEDS, resolve_target
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -65,6 +66,9 @@ def lossless_argument_problems(server_args: "ServerArgs") -> list[str]:
         problem = f"speculative_num_draft_tokens={tokens}: expected with --speculative-algorithm"
         return [problem] if alone else []
     field = f"speculative_algorithm={LOSSLESS!r}"
+    if missing := [name for name in LOSSLESS_NEEDS if resolve_target(name) is None]:
+        needed = f"pip install sglang=={LOCKED}"
+        return [f"{field}: SGLang {installed_version()} has no {' nor '.join(missing)}; {needed}"]
     problems = [
         f"{field} with {name}={getattr(server_args, name)!r}: {why};"
         f" remove --{name.replace('_', '-')}"
