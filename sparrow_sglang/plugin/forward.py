@@ -9,6 +9,8 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 
+from sparrow_sglang.sglang_compat import versions
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 
@@ -63,5 +65,5 @@ def run(
         # FlashInfer plans a verification by lengths with, and the sum without its tokens.
         forward_batch.seq_lens_sum = int(lengths_cpu.sum())
         forward_batch.seq_lens_cpu = lengths_cpu + (width if verifies else 0)
-    runner.kv_index_translator.bind_own_plan(forward_batch)
+    versions.bind_slots(runner, forward_batch)
     return runner.forward(forward_batch)

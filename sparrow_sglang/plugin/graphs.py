@@ -35,7 +35,7 @@ class DecodeGraphs(DecodeCudaGraphRunner):
         self._sparrow.dense_step = variant == DENSE
         super().capture_one_shape(*arguments)
 
-    def _resolve_attention_variant(self, forward_batch: ForwardBatch, capture_bs: int) -> str:
+    def _resolve_attention_variant(self, forward_batch: ForwardBatch, *sizes: int) -> str:
         dense = self._sparrow.dense_override
         if dense is None:
             lengths = forward_batch.seq_lens_cpu

@@ -101,6 +101,8 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", fallbacks.prepare_rank),
     ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", fallbacks.no_binding),
     (f"{_WEIGHTS}.release_memory_occupation", "AROUND", fallbacks.without_accelerator),
+    ("sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", "AROUND",
+     fallbacks.without_streams),
     (f"{_LORA}.__init__", "AROUND", fallbacks.without_pinned_memory),
     (f"{_LORA}.load_lora_adapter", "AROUND", fallbacks.without_pinned_memory),
     (f"{_LORA}.load_lora_adapter_from_tensors", "AROUND", fallbacks.without_pinned_memory),

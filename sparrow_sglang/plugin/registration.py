@@ -32,7 +32,6 @@ from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.sglang_compat.install import (
     INSTALL,
-    LOCKED,
     SUPPORTED,
     installed_version,
     version_problems,
@@ -52,13 +51,12 @@ def register() -> None:
     try:
         refuse(version_problems())
         server_args.install()
-        if installed_version() == LOCKED:
-            from sparrow_sglang.plugin.lossless import algorithm
-
-            algorithm.register()
         from sglang.srt.platforms import current_platform
 
         from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
+        from sparrow_sglang.plugin.lossless import algorithm
+
+        algorithm.register()
 
         on_cpu = isinstance(current_platform, SparrowCpuPlatform)
         PROCESS.hooks = HOOKS + CPU_HOOKS if on_cpu else HOOKS

@@ -10,7 +10,7 @@ from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_compat import versions
-from sparrow_sglang.sglang_compat.install import INSTALL, LOCKED, installed_version
+from sparrow_sglang.sglang_compat.install import INSTALL
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -127,7 +127,6 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
     """AROUND hook: capture what the mode replays."""
-    ours = uses_sparrow(runner.server_args) and runner.device == "cuda"
-    if not ours or installed_version() != LOCKED:
+    if not uses_sparrow(runner.server_args) or runner.device != "cuda":
         return original(runner)
     return mode_of(runner.server_args).graph_runner()

@@ -13,6 +13,7 @@ from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.options import RequestError, RequestOption
 from sparrow_sglang.schedules.schedule import DRAFTS, BudgetSchedule
 from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
+from sparrow_sglang.sglang_compat.versions import LOSSLESS_NEEDS, resolve_target
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -57,8 +58,11 @@ class Lossless(Mode):
 
     def argument_problems(self, server_args: "ServerArgs") -> list[str]:
         field = f"speculative_algorithm={LOSSLESS!r}"
-        if installed_version() != LOCKED:
-            return [f"{field}: it is fitted to SGLang {LOCKED}, not to {installed_version()}"]
+        if missing := [name for name in LOSSLESS_NEEDS if resolve_target(name) is None]:
+            needed = f"pip install sglang=={LOCKED}"
+            return [
+                f"{field}: SGLang {installed_version()} has no {' nor '.join(missing)}; {needed}"
+            ]
         problems = [
             f"{field} with {name}={getattr(server_args, name)!r}: {why};"
             f" remove --{name.replace('_', '-')}"

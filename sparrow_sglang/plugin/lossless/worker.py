@@ -74,8 +74,8 @@ class RoundState(SpecInput):
     topk_p = topk_index = hidden_states = None
 
     def __post_init__(self) -> None:
-        # A type that no forward pass runs on.
-        super().__init__(SpecInputType.PP_SPEC_RELAY)
+        # A type that is neither a draft's nor a verification's.
+        super().__init__(SpecInputType.UNO_STATE)
         self.num_tokens_per_req = self.num_tokens_for_logprob_per_req = 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: Any = None) -> None:
@@ -94,7 +94,7 @@ class RoundState(SpecInput):
 class LosslessWorker(BaseSpecWorker):
     """Drafts and verifies with the served model, its KV pool and the `sparrow` backend."""
 
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+    def __init__(self, server_args: Any, target_worker: Any, **ignored: Any) -> None:
         super().__init__()
         self._target_worker, self._draft_worker = target_worker, None
         self._width = int(get_spec().speculative_num_draft_tokens)
@@ -119,6 +119,12 @@ class LosslessWorker(BaseSpecWorker):
         if name == "_target_worker":
             raise AttributeError(name)
         return getattr(self._target_worker, name)
+
+    def update_weights_from_disk(self, request: Any) -> tuple[bool, str]:
+        """In SGLang 0.5.20 a draft model loads them, too, and there is none."""
+        return True, "Succeeded to update model weights."
+
+    update_weights_from_ipc = update_weights_from_disk
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
         drafts, requests = self._in_flight.popleft()
