@@ -17,6 +17,7 @@ SCHEDULE = str(MODEL.parents[1] / "schedules" / "qwen3-1.7b-int4-pairs.json")
 ANSWERED = [
     (["--help"], ["sparrow serve", "sparrow doctor", "KV pages"]),
     (["serve", "--help"], ["examples:", "--help-all", "sparrow doctor"]),
+    (["plan"], ["qwen3-1.7b, schedule qwen3-1.7b-0.86"]),
     (["plan", "--model-path", str(MODEL), "--batch", "100000000"], ["as fast as dense"]),
     (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
     (["--version"], [version("sparrow-sglang")]),
@@ -25,7 +26,6 @@ ANSWERED = [
 REFUSED = [
     (["srve"], "", "invalid choice: 'srve' (choose from 'serve', 'doctor'"),
     ([], "", "required: COMMAND"),
-    (["plan"], "", "required: --model-path"),
     (["plan", "--model-path", "m", "--tp", "3"], "", "sparrow plan: error: unrecognized"),
     (["bench"], "", "required: benchmark"),
     (["bench", "stp"], "", "'stp' (choose from 'step', 'rollout')"),
@@ -53,6 +53,11 @@ REFUSED = [
         ["train", "run.toml"],
         RUN + "[engine]\nschedule = 'dense'\nserver_args = {tp_sise = 2}\n",
         "engine.server_args.tp_sise is no argument of SGLang: did you mean 'tp_size'",
+    ),
+    (
+        ["train", "run.toml"],
+        STORY + "[engine.server_args]\nquantization = 'fp8'\n",
+        "engine.server_args.quantization='fp8': expected none",
     ),
     (["train", "run.toml"], STORY + "train = 999999999\n", "task.options.train=999999999"),
     (["calibrate", "--model-path", "a/b"], "", "--model-path a/b: no such folder"),
