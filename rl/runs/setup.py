@@ -84,7 +84,7 @@ def _check_settings(config: TrainConfig) -> None:
     quantization = arguments.get("quantization")
     if quantization is not None and arguments.get("load_format") != "flash_rl":
         raise InputError(
-            f"engine.server_args.quantization={quantization!r}: expected none, or \"fp8\" with"
+            f'engine.server_args.quantization={quantization!r}: expected none, or "fp8" with'
             ' load_format="flash_rl": otherwise SGLang does not quantise updated weights again'
         )
     # The variable is read as SGLang reads it, whose processes inherit it.
