@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.command_line import OneLineParser, at_least
+from sparrow_sglang.command_line import OneLineParser, at_least, new_path
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.names import DRAFT_WEIGHTS, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
 from sparrow_sglang.processes import exit_on_sigterm
@@ -39,7 +39,7 @@ def bench_parser(verb: str, description: str, examples: str, out: str) -> OneLin
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, default=Path(out), help="JSON file to write")
+    parser.add_argument("--out", type=new_path, default=Path(out), help="JSON file to write")
     return parser
 
 

@@ -29,7 +29,8 @@ class Evaluation:
             prefix, which = (f"eval/{name}/", f"{name} ") if name else ("eval/", "")
             rate, error = (self.metrics[f"{prefix}pass_rate{end}"] for end in ("", "_stderr"))
             count = self.sets.count(name)
-            yield f"held-out {which}pass rate {rate:.3f} +- {error:.3f} of {count} prompts"
+            of = f"± {error:.3f}, {count} prompts" if count > 1 else "of one prompt"
+            yield f"held-out {which}pass rate {rate:.3f} {of}"
 
     def rows(self, decode: Decode) -> list[dict[str, Any]]:
         rows = response_rows(self.groups, self.scores.rewards, self.scores.parts, decode)

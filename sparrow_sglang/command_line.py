@@ -3,6 +3,7 @@ tables."""
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sparrow_sglang.json_values import shortened
@@ -24,6 +25,14 @@ def at_least(least: int, most: int = 2**30) -> Callable[[str], int]:
 
 
 count = at_least(1)
+
+
+def new_path(text: str) -> Path:
+    """An argparse `type` of files and folders to write, which may exist; their folder must."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a name in an existing folder, got {text}")
+    return path
 
 
 def table(rows: Sequence[Sequence[str]], align: str = "<") -> str:

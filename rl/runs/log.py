@@ -20,8 +20,6 @@ from sparrow_sglang.schedules.schedule import DENSE
 
 # Rows of metrics.jsonl and of evaluations.jsonl that belong to an evaluation have one of these.
 _EVALUATED = {"eval/pass_rate", "set"}
-# In the order in which the line of a step gives their seconds.
-_STAGES = ("rollout", "reward", "logprobs", "reference", "mismatch", "update", "distill", "sync")
 
 
 class Clock:
@@ -152,11 +150,9 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool =
         facts.append("no gradient: all groups equal")
     if metrics.get("actor/skipped_steps"):
         facts.append(f"{metrics['actor/skipped_steps']:.0f} optimizer steps skipped")
-    split = [
-        f"{_title(stage)} {metrics[f'timing_s/{stage}']:.1f}"
-        for stage in _STAGES
-        if metrics.get(f"timing_s/{stage}", 0.0) >= 0.05
-    ]
+    seconds = {n.removeprefix("timing_s/"): s for n, s in metrics.items() if "timing_s/" in n}
+    seconds["rest"] = 2 * seconds["step"] - sum(seconds.values())
+    split = [f"{_title(n)} {s:.1f}" for n, s in seconds.items() if n != "step" and s >= 0.05]
     return ", ".join(facts) + f" | {metrics['timing_s/step']:.1f} s: " + ", ".join(split)
 
 

@@ -80,6 +80,13 @@ def _check_settings(config: TrainConfig) -> None:
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
     if problem := argument_problem(config.engine.server_args):
         raise InputError(f"engine.server_args.{problem}")
+    arguments = config.engine.server_args
+    quantization = arguments.get("quantization")
+    if quantization is not None and arguments.get("load_format") != "flash_rl":
+        raise InputError(
+            f'engine.server_args.quantization={quantization!r}: expected none, or "fp8" with'
+            ' load_format="flash_rl": otherwise SGLang does not quantise updated weights again'
+        )
     # The variable is read as SGLang reads it, whose processes inherit it.
     untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
     if untempered and config.rollout.temperature != 1:

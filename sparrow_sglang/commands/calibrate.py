@@ -1,11 +1,15 @@
 """`sparrow calibrate`: measure the cheapest KV budget per position bin that holds a tail target."""
 
 import argparse
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.job import (
     CALIBRATED,
     DEFAULT_TARGET,
@@ -22,8 +26,9 @@ from sparrow_sglang.calibration.measure import MeasuringEngine
 from sparrow_sglang.calibration.measure_rule import PROMPTS, with_chosen_rule
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
 from sparrow_sglang.calibration.rule import describe_rule
-from sparrow_sglang.command_line import at_least, count
+from sparrow_sglang.command_line import at_least, count, new_path
 from sparrow_sglang.mismatch.tail import MIN_CLUSTERS
+from sparrow_sglang.mismatch.token_bins import bins_of_lengths
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.processes import exit_on_sigterm
@@ -63,11 +68,11 @@ def add_parser(subparsers: Any) -> None:
     targets = f"tail percentiles to reach, one schedule each (default {DEFAULT_TARGET})"
     add("--target", type=float, nargs="+", default=(), help=targets)
     out = "schedule file to write; with several targets, -TARGET goes before .json"
-    add("--out", type=Path, help=out)
+    add("--out", type=new_path, help=out)
     check = "measure whether these schedules, files or shipped names, hold their targets"
     add("--check", nargs="+", default=(), metavar="SCHEDULE", help=check)
     work = "folder for measurements, from which a run resumes; default: beside --out"
-    add("--work", type=Path, help=work)
+    add("--work", type=new_path, help=work)
     budgets = "KV budgets to measure, in tokens; default: 128 to 24576"
     add("--budgets", type=int, nargs="+", default=(), help=budgets)
     rule = (
@@ -131,13 +136,34 @@ def _announce(job: Job) -> None:
     before = ""
     if not job.schedules and job.options.rule == CALIBRATED:
         before = f", after {PROMPTS} for each layer that choose the selection rule"
-    few = f" (a bin needs {MIN_CLUSTERS})" if len(prompts) < MIN_CLUSTERS else ""
+    _require_enough(job)
     print(
         f"{len(job.samples)} generations of up to {job.options.new_tokens} tokens, from"
-        f" {len(prompts)} prompts{few} of up to {max(prompts.values())} tokens{before}; kept in"
+        f" {len(prompts)} prompts of up to {max(prompts.values())} tokens{before}; kept in"
         f" {job.folder}",
         flush=True,
     )
+
+
+def _require_enough(job: Job) -> None:
+    """Raise `CalibrationError` if no bin could be judged, whatever is measured."""
+    prompts, tokens = defaultdict[Any, set[str]](set), Counter[Any]()
+    for sample in job.samples:
+        length = len(sample.prompt.input_ids)
+        cached = np.arange(length + 1, length + sample.new_tokens)
+        cached = cached[sample.schedule.tokens_read(cached) < cached]
+        # All bins of a check count as one: its schedules may have other bins each.
+        bins = bins_of_lengths(cached, job.bin_tokens, job.page_size) * (not job.schedules)
+        for of in ((sample.schedule.name, index) for index in bins.tolist()):
+            prompts[of].add(sample.prompt.name)
+            tokens[of] += 1
+    needed = job.options.min_tokens
+    if not any(len(prompts[of]) >= MIN_CLUSTERS and tokens[of] >= needed for of in tokens):
+        raise CalibrationError(
+            f"no bin of positions could be judged: {max(map(len, prompts.values()))} prompts and"
+            f" {max(tokens.values())} tokens at most, expected {MIN_CLUSTERS} prompts and"
+            f" --min-tokens {needed}; add prompts, --samples or --new-tokens"
+        )
 
 
 def _check(options: CalibrationOptions) -> int:

@@ -1,6 +1,8 @@
 """The command `sparrow`."""
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,15 +14,17 @@ from sparrow_sglang.json_values import shortened
 from sparrow_sglang.processes import shield_children
 
 DESCRIPTION = """\
-Sparse decode for stock SGLang: each generated token reads a budget of KV pages instead of all of
-them. The budget grows with the length of the sequence.
+Faster decode on stock SGLang. Sparse decode: each generated token reads a budget of KV pages, which
+grows with the sequence, instead of all of them. Lossless decoding: sparse steps draft tokens, and
+one dense step verifies them.
 """
 
 EPILOG = """\
 examples:
   sparrow doctor                                   is this machine ready?
   sparrow serve                                    a server with the small embedded model
-  sparrow serve --model-path Qwen/Qwen3-4B         a server with your model
+  sparrow serve --model-path Qwen/Qwen3-4B         a server with your model, sparse
+  sparrow serve --model-path Qwen/Qwen3-4B --speculative-algorithm SPARROW    the same, lossless
   sparrow plan --model-path Qwen/Qwen3-4B          what would it save? (no GPU needed)
   sparrow schedules                                which models have a schedule?
   sparrow bench step                               what does it save, measured on this GPU?
@@ -63,6 +67,7 @@ examples:
 16x32768 means 16 sequences of 32768 cached tokens each. Each benchmark has a --help.
 """
 
+INSTALL = "pip install sparrow-sglang installs all that it requires"
 BENCHMARKS = ("step", "rollout")
 # Each is a module of this folder, which is imported only when the command is used.
 COMMANDS = {
@@ -119,20 +124,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "bench" and rest and rest[0] in BENCHMARKS:
         title, module = f"{title} {rest[0]}", f"sparrow_sglang.benchmarks.{rest.pop(0)}"
         passed_on = True
-    if not passed_on:
-        parser = parser_for(command)
-        args = parser.parse_args(arguments)
-        if args.command not in COMMANDS:
-            parser.error(f"{' '.join(arguments)}: expected the same without --")
     try:
+        if not passed_on:
+            parser = parser_for(command)
+            args = parser.parse_args(arguments)
+            if args.command not in COMMANDS:
+                parser.error(f"{' '.join(arguments)}: expected the same without --")
         imported = import_module(module)
-        return int(imported.main(rest) if passed_on else imported.run(args))
+        code = int(imported.main(rest) if passed_on else imported.run(args))
+        sys.stdout.flush()
+        return code
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("sparrow_sglang"):
+            raise
+        why = f"the package {error.name} is not installed; {INSTALL}"
+        print(f"{title}: error: {why}", file=sys.stderr)
+        return 2
     except (ValueError, SparrowError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return 0
         print(f"{title}: error: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{title}: stopped", file=sys.stderr)
         return 130
+
+
+def _reader_left() -> bool:
+    """Whether the reader of our output, such as `head`, has closed the pipe."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    if not pipe.poll(0):
+        return False
+    # Python flushes once more when it ends, and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 if __name__ == "__main__":

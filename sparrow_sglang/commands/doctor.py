@@ -16,7 +16,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import shortened
 from sparrow_sglang.models import ModelError, missing_weights
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.step_time import GPUS
+from sparrow_sglang.planning.step_time import DEFAULT_GPU, GPUS
 from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.provenance import package_versions
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if "FAIL" in statuses:
         print("Something is in the way; see FAIL above.")
         return 1
-    print("It works, but see WARN above." if "WARN" in statuses else "All good.")
+    print("It works, but see WARN above." if "WARN" in statuses else "It works.")
     return 0
 
 
@@ -129,7 +129,8 @@ def _check_platform() -> Check:
     if torch.cuda.is_available():
         return Check("ok", "platform", f"{torch.cuda.get_device_name()} ({kind})")
     if kind == "SparrowCpuPlatform":
-        return Check("ok", "platform", f"CPU, {torch.get_num_threads()} threads ({kind})")
+        threads = f"decode takes {torch.get_num_threads()} threads of the CPU ({kind})"
+        return Check("note", "platform", f"no NVIDIA GPU: {threads}, for trials and tests only")
     fix = "sparse decode needs an NVIDIA GPU, or a machine without accelerator"
     return Check("FAIL", "platform", f"{kind} on {current_platform.device_type}: {fix}")
 
@@ -188,7 +189,7 @@ def _check_gain(
     """What `sparrow plan` predicts for this GPU, or for an H100, at the model's whole context."""
     import torch
 
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "h100"
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else DEFAULT_GPU
     gpu = next((key for key in GPUS if key in name), None)
     dtype = resolved(server_args).kv_cache_dtype
     if gpu is None or dtype not in KV_ITEMSIZES:

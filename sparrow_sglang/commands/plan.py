@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from sparrow_sglang.planning.step_time import (
     GPUS,
     MEMORY,
     constants,
+    local_gpu,
     lossless_ms,
     step_bytes,
     step_time,
@@ -25,7 +26,7 @@ from sparrow_sglang.plugin.names import DEFAULT_DRAFTS
 from sparrow_sglang.schedules.names import AUTO, load_schedule, read_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 
-BATCH, ACCEPTANCE = 16, 0.95
+MODEL, BATCH, ACCEPTANCE = "qwen3-1.7b", 16, 0.95
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 NO_GAIN = 1.03
 """Predicted speed-ups below this one are no gain."""
@@ -33,7 +34,7 @@ _LONGEST = 2**20
 _SAMPLES = 64
 _HEADS = (
     *("cached", "read", "dense ms", "sparse ms", "speed-up", "response"),
-    *("lossless ms", "speed-up", "drafts"),
+    *("lossless ms", "speed-up", "response", "drafts"),
 )
 
 
@@ -59,12 +60,14 @@ class Plan:
     def lossless(
         self, cached: int, acceptance: float, most: int = DEFAULT_DRAFTS
     ) -> tuple[float, int]:
+        """Milliseconds a token of lossless decoding at `cached` tokens, and drafts of a round."""
         return lossless_ms(self.ms(cached), self.ms(cached, self.drafting), acceptance, most)
 
-    def response_speedup(self, cached: int) -> float:
-        """Dense over sparse time of all steps from an empty cache to `cached` tokens."""
+    def response_speedup(self, cached: int, ms: Callable[[int], float]) -> float:
+        """Time of all dense steps from an empty cache to `cached` tokens, over that of steps that
+        take `ms` each."""
         lengths = [-(-cached * (i + 1) // _SAMPLES) for i in range(_SAMPLES)]
-        return sum(map(self.ms, lengths)) / sum(self.ms(n, self.schedule) for n in lengths)
+        return sum(map(self.ms, lengths)) / sum(map(ms, lengths))
 
     def reason(self, cached: int) -> str:
         """Where a step's time goes at `cached` tokens, in a sentence or two."""
@@ -102,8 +105,8 @@ def add_parser(subparsers: Any) -> None:
     )
     add = parser.add_argument
     shown_default = "(default: %(default)s)"
-    model = "folder with a config.json, smollm2-135m, or a name on the hub"
-    add("--model-path", required=True, help=model)
+    model = f"folder with a config.json, smollm2-135m, or a name on the hub {shown_default}"
+    add("--model-path", default=MODEL, help=model)
     schedule = "shipped name, .json file, fixed-<tokens>, or auto: the model's own, else drafts"
     add("--schedule", default=AUTO, help=f"{schedule} {shown_default}")
     page = f"tokens per page (default: that of a .json file, else {PAGE_SIZE})"
@@ -111,7 +114,7 @@ def add_parser(subparsers: Any) -> None:
     add("--length", type=count, nargs="+", help="cached tokens of a sequence; each gets a row")
     add("--batch", type=count, default=BATCH, help=f"sequences on one GPU {shown_default}")
     add("--kv-cache-dtype", choices=KV_ITEMSIZES, default="auto", help=shown_default)
-    add("--gpu", choices=sorted(GPUS), default="h200", help=shown_default)
+    add("--gpu", choices=sorted(GPUS), default=local_gpu(), help=shown_default)
     rate = f"mean acceptance rate of drafts, for lossless decoding {shown_default}"
     add("--acceptance", type=float, default=ACCEPTANCE, help=rate)
 
@@ -168,11 +171,14 @@ def _table(plan: Plan, lengths: Sequence[int], acceptance: float) -> str:
         read = step_bytes(plan.shape, 1, cached, plan.schedule).read
         cells = [f"{cached:,}", f"{read:,.0f}" if read < cached else "all"]
         cells += [f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}x"]
-        cells += [f"{plan.response_speedup(cached):.2f}x"]
+        response = plan.response_speedup(cached, lambda n: plan.ms(n, plan.schedule))
+        cells += [f"{response:.2f}x"]
         # Lossless decoding rejects models with partial layers.
         if not plan.shape.partial_layers:
             lossless, drafts = plan.lossless(cached, acceptance)
-            cells += [f"{lossless:.2f}", f"{dense / lossless:.2f}x", str(drafts)]
+            response = plan.response_speedup(cached, lambda n: plan.lossless(n, acceptance)[0])
+            cells += [f"{lossless:.2f}", f"{dense / lossless:.2f}x", f"{response:.2f}x"]
+            cells += [str(drafts)]
         rows.append(cells)
     rows[0] = _HEADS[: len(rows[1])]
     return table(rows, ">")

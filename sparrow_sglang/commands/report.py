@@ -1,11 +1,15 @@
-"""`sparrow report`: a page about a training run or a calibration, or several runs compared."""
+"""`sparrow report`: a page about a training run or a calibration, several runs compared, or the
+results of `sparrow bench step` as a table."""
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
+from sparrow_sglang.benchmarks.common import tokens_per_round
+from sparrow_sglang.command_line import new_path, table
 from sparrow_sglang.report import ReportError, compare, comparison_table, find_sources, write_page
 
 _EPILOG = """\
@@ -15,16 +19,20 @@ examples:
   sparrow report runs/sparse-0 runs/sparse-1 runs/dense-0 runs/dense-1 --out runs.json
                                                   several runs, compared by their settings, with
                                                   intervals over the seeds of equal settings
+  sparrow report decode_step.json                 steps of `sparrow bench step`, and what lossless
+                                                  decoding gains at several acceptance rates
 
 A page needs no network and no other file, and can be read on a phone.
 """
+
+_RATES = (0.96, 0.94, 0.9, 0.85)
 
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
-        description="Write an HTML page about a training run or a calibration, or a table that\n"
-        "compares several runs. Runs that differ in the seed only are one arm.",
+        description="Write an HTML page about a training run or a calibration, or print a table\n"
+        "of several runs or of measured steps. Runs that differ in the seed only are one arm.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -34,11 +42,15 @@ def add_parser(subparsers: Any) -> None:
         "the .html file to write (default report.html); for several runs, a .json file of their"
         " numbers (default: none)"
     )
-    parser.add_argument("--out", type=Path, help=out)
+    parser.add_argument("--out", type=new_path, help=out)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, or print the comparison of several runs. Raises `ReportError`."""
+    """Write the page, or print a table of several runs or steps. Raises `ReportError`."""
+    steps = [_step_rows(path) for path in args.paths]
+    if all(steps):
+        print(steps_table([row for rows in steps for row in rows]))
+        return 0
     sources = find_sources(args.paths)
     out: Path | None = args.out
     if len(sources.runs) > 1:
@@ -61,6 +73,42 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"--out {out}: {error.strerror or error}") from None
         print(out)
     return 0
+
+
+def _step_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a result of `sparrow bench step`, each with its `file`; empty for other files."""
+    try:
+        rows = json.loads(path.read_text("utf-8"))["rows"]
+        return [row | {"file": path} for row in rows if "step_ms" in row]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Each sparse step or round beside the shortest dense step of its model and case. Speed-ups of
+    rounds are at the acceptance rates of the heads: a round takes as long whatever it accepts."""
+    dense: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: -row["step_ms"]):
+        if not row["schedule"]:
+            dense[row["model"], row["case"]] = row
+    heads = ("model", "case", "dense ms", "schedule", "drafts", "ms", "speed-up")
+    lines: list[Sequence[str]] = [(*heads, *(f"at {rate}" for rate in _RATES))]
+    foreign = False
+    for row in rows:
+        if not row["schedule"] or (base := dense.get((row["model"], row["case"]))) is None:
+            continue
+        drafts, ms = row.get("drafts"), row.get("round_ms", row["step_ms"])
+        apart = base["file"] != row["file"]
+        foreign |= apart
+        gains = [base["step_ms"] / row["step_ms"]]
+        if drafts:
+            gains += [base["step_ms"] * tokens_per_round(drafts, rate) / ms for rate in _RATES]
+        cells = [row["model"], row["case"], f"{base['step_ms']:.2f}{'*' * apart}"]
+        cells += [row["schedule"], str(drafts or ""), f"{ms:.2f}"]
+        cells += [f"{gain:.2f}x" for gain in gains]
+        lines.append(cells + [""] * (len(lines[0]) - len(cells)))
+    notes = "drafts: ms is a round's; at: speed-up where drafts are accepted at this rate"
+    return f"{table(lines)}\n\n{notes}" + "\n*: of another run" * foreign
 
 
 def _require_suffix(out: Path | None, suffix: str, what: str) -> None:

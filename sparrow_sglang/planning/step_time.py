@@ -15,11 +15,14 @@ from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 """Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""
+DEFAULT_GPU = "h100"
 MEMORY = {"h200": 141e9, "h100": 80e9, "a100": 80e9}
 """Bytes, by data sheet."""
 VERIFICATION = 1.2
 """Dense steps that verifying a round of drafts takes."""
 CONSTANTS = Path(__file__).with_name("step_times.json")
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
 
 _BYTES_PER_VALUE = 2
 
@@ -92,6 +95,14 @@ def step_terms(
         "linear_layers": float(len(shape.linear.layers)) if shape.linear else 0.0,
         "sequence_layers": float(batch * shape.num_layers),
     }
+
+
+def local_gpu() -> str:
+    """The one of `GPUS` that this machine's driver names first; without one `DEFAULT_GPU`."""
+    for file in sorted(DRIVER.glob("*/information")):
+        name = file.read_text("utf-8").lower()
+        return next((gpu for gpu in GPUS if gpu in name), DEFAULT_GPU)
+    return DEFAULT_GPU
 
 
 @cache

@@ -348,9 +348,12 @@ def device_problems(
     if view.device == "cuda":
         kernels = kernel_problems(view, model_config) + rule_problems(schedule)
         return problems + kernels + dense_problems(view, model_config)
-    if (name := getattr(view, DENSE_FIELD)) is None:
-        return problems
-    return problems + [f"{DENSE_FIELD}={name!r}: it is for a GPU; on {view.device} leave it out"]
+    fields = {DENSE_FIELD: getattr(view, DENSE_FIELD), "quantization": model_config.quantization}
+    return problems + [
+        f"{field}={value!r}: expected none on {view.device}: it requires a GPU"
+        for field, value in fields.items()
+        if value is not None
+    ]
 
 
 def runner_problems(runner: "ModelRunner") -> list[str]:

@@ -21,10 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedules.schedule import MAX_TOKENS, BudgetSchedule
+from sparrow_sglang.validation import nearest_first
 
 KEY = "sparrow"
 _FIELD = f'custom_params["{KEY}"]'
 _ALLOWED = "dense, kv_budget_tokens or report"
+_MISSPELT = 0.85
+"""Similarity to `KEY` from which another key is taken for it."""
 ATTRIBUTE = "sparrow"
 """Attribute of SGLang's objects, requests and the TokenizerManager, that holds our state."""
 
@@ -82,8 +85,13 @@ class RequestOption:
     @classmethod
     def read(cls, custom_params: Any, active: BudgetSchedule) -> "RequestOption":
         """The option in a request's `custom_params`. Raises `RequestError`."""
-        option = custom_params.get(KEY) if isinstance(custom_params, Mapping) else None
+        given = custom_params if isinstance(custom_params, Mapping) else {}
+        option = given.get(KEY)
         if option is None:
+            # Other keys are for custom logit processors.
+            for key in given.keys() - {KEY}:
+                if nearest_first(str(key), [KEY], _MISSPELT):
+                    raise RequestError(f"custom_params[{quoted(key)}]: did you mean {KEY!r}?")
             return cls(active)
         if not isinstance(option, Mapping) or not option:
             raise RequestError(

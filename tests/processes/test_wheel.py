@@ -1,16 +1,19 @@
-"""Wheel and sdist hold everything, what the wheel installs runs, and editors find what an editable
-install holds."""
+"""Wheel and sdist hold everything, and what the wheel installs runs, or says what it lacks."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sparrow_sglang.commands.cli import COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -57,12 +60,9 @@ def uv() -> str:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository, as setuptools leaves build folders in the tree."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in FOLDERS:
-        unwanted = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
+    source = tmp_path_factory.mktemp("source") / "sparrow"
+    left = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left)
     return source
 
 
@@ -101,6 +101,51 @@ def test_the_wheel_holds_everything_and_nothing_else(dist: Path) -> None:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == shipped()
     assert len([name for name in names if name.startswith("sparrow_sglang/schedules/q")]) == 26
+
+
+def test_the_sdist_holds_what_the_pages_and_the_tests_refer_to(dist: Path) -> None:
+    with tarfile.open(only(dist, "*.tar.gz")) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    for folder in ("tests", "docs", "examples", "tools", "rl", "benchmarks/results"):
+        files = [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix != ".pyc"]
+        assert {f.relative_to(ROOT).as_posix() for f in files} <= names
+    assert {"Makefile", "constraints.txt", "CHANGELOG.md"} <= names
+
+
+@pytest.mark.parametrize("repository", [None, "https://host.example/sparrow"])
+def test_the_page_of_the_index_has_no_relative_links(
+    source: Path, tmp_path: Path, repository: str | None
+) -> None:
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(source / name, tmp_path)
+    for name in FOLDERS:
+        (tmp_path / FOLDERS[name]).mkdir(parents=True)
+    if repository:
+        project = tmp_path / "pyproject.toml"
+        line = f'[project.urls]\nRepository = "{repository}"\n'
+        project.write_text(project.read_text().replace("[project.urls]\n", line))
+    run(sys.executable, "setup.py", "-q", "egg_info", cwd=tmp_path)
+    page = (tmp_path / "sparrow_sglang.egg-info" / "PKG-INFO").read_text()
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert links and all(link.startswith("https://") for link in links)
+    assert (f"[Serving]({repository}/blob/main/docs/serving.md)" in page) == bool(repository)
+
+
+def test_in_an_empty_environment_commands_say_what_is_missing(dist: Path, tmp_path: Path) -> None:
+    run(uv(), "venv", "--offline", "--python", sys.executable, tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    options = ("--offline", "--no-deps", "--python", python)
+    run(uv(), "pip", "install", *options, only(dist, "*.whl"))
+    here = {"cwd": tmp_path, "env": {"PATH": os.environ["PATH"]}}
+    printed = run(python, "-c", "import sparrow_sglang as s; print(s.__version__)", **here)
+    assert printed.strip() == PROJECT["version"]
+    sparrow = python.with_name("sparrow")
+    assert "sparrow COMMAND --help" in run(sparrow, "--help", **here)
+    for command in ("serve", "doctor", *COMMANDS):
+        done = subprocess.run([sparrow, command], capture_output=True, text=True, **here)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert f"sparrow {command}: error: the package " in done.stderr
+        assert "is not installed; pip install sparrow-sglang" in done.stderr
 
 
 def test_what_the_wheel_installs_runs(dist: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_backends_that_would_compute_wrongly_are_refused(on_gpu, gpu, fields, as
 
 def test_a_cpu_has_no_choice(make_args, tmp_path):
     folder = save_config(tmp_path, **LLAMA)
-    with pytest.raises(ValueError, match="sparrow_dense_backend='fa3': it is for a GPU; on cpu"):
+    with pytest.raises(ValueError, match="sparrow_dense_backend='fa3': expected none on cpu"):
         make_args(folder, sparrow_dense_backend="fa3")
 
 

@@ -14,6 +14,7 @@ from sparrow_sglang.calibration import job as calibration_jobs
 from sparrow_sglang.calibration.job import CalibrationOptions, calibration_job, check_job
 from sparrow_sglang.calibration.prompts import builtin_prompts
 from sparrow_sglang.calibration.samples import Tokens
+from sparrow_sglang.commands import cli
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
@@ -49,6 +50,39 @@ def test_a_token_beyond_the_vocabulary_is_refused(options: CalibrationOptions, r
     options.prompts.write_text(json.dumps(row) + "\n")
     with pytest.raises(CalibrationError, match="p.jsonl:1"):
         calibration_job(options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "min_tokens", "message"),
+    [(7, 100, "7 prompts and 182 tokens at most"), (8, 250, "8 prompts and 208 tokens at most")],
+)
+def test_what_no_bin_could_be_judged_by_is_refused_before_an_engine_starts(
+    options: CalibrationOptions,
+    capsys: pytest.CaptureFixture[str],
+    prompts: int,
+    min_tokens: int,
+    message: str,
+) -> None:
+    rows = [{"input_ids": [i, *range(107)]} for i in range(prompts)]
+    assert options.prompts is not None
+    options.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "model-path": options.model_path,
+        "prompts": options.prompts,
+        "out": options.out,
+        "min-tokens": min_tokens,
+        "bin-tokens": 64,
+        # Steps attend to 109 to 138 tokens; in whole pages, 26 of the 30 reach 128 or more.
+        "new-tokens": 31,
+        "budgets": 64,
+        "rule": "published",
+        "engine-args": json.dumps(options.engine_args),
+    }
+    words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
+    assert cli.main(["calibrate", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [path.name for path in options.prompts.parent.iterdir()] == ["p.jsonl"]
 
 
 def test_a_check_judges_by_the_target_that_was_asked_for(

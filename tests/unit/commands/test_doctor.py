@@ -24,7 +24,8 @@ def test_doctor_finds_nothing_wrong(tiny_llama: str, capsys: pytest.CaptureFixtu
     assert cli.main(["doctor", *argv, *BARE]) == 0
     lines = capsys.readouterr().out.splitlines()
     # The tiny model gains nothing.
-    kernels, gain = [line for line in lines[:-1] if not line.startswith("ok ")]
+    platform, kernels, gain = [line for line in lines[:-1] if not line.startswith("ok ")]
+    assert platform.startswith("note  platform     no NVIDIA GPU")
     assert kernels.startswith("note  kernels") and "head_dim=16" in kernels
     assert gain.startswith("WARN  gain") and "no gain" in gain and "fixed cost" in gain
     assert any("fixed-512 (NOT calibrated)" in line for line in lines)
@@ -36,6 +37,15 @@ def test_doctor_names_a_model_without_a_schedule(
     assert cli.main(["doctor", "--model-path", tiny_llama]) == 1
     out = capsys.readouterr().out
     assert "FAIL  schedule     no schedule is shipped for this model" in out
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8"])
+def test_quantised_weights_require_a_gpu(tiny_llama: str, kind: str) -> None:
+    argv = ["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512", *BARE]
+    checks = report([*argv, "--quantization", kind])
+    assert checks["platform"].status == "note" and "no NVIDIA GPU" in checks["platform"].detail
+    assert checks["model"].status == "FAIL"
+    assert f"quantization='{kind}': expected none on cpu" in checks["model"].detail
 
 
 @pytest.mark.parametrize(

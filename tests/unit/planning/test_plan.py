@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import sparrow_sglang.planning.step_time as step_times
 from sparrow_sglang.commands.plan import add_parser, run
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import step_time
@@ -52,9 +53,31 @@ def test_one_prediction_fills_table_and_headline(plan: Plan) -> None:
 
 def test_lossless_is_dense_where_drafts_do_not_pay(plan: Plan) -> None:
     gaining = rows(plan("--length", "32768"))[32768]
-    assert float(gaining[5]) < float(gaining[1]) and int(gaining[7]) > 1
+    assert float(gaining[5]) < float(gaining[1]) and int(gaining[8]) > 1
     short = rows(plan("--length", "2048", "--batch", "1"))[2048]
-    assert short[5:] == [short[1], "1.00x", "0"]
+    assert short[5:] == [short[1], "1.00x", "1.00x", "0"]
+
+
+def test_a_response_gains_what_its_steps_do(plan: Plan) -> None:
+    lengths = [str(512 * (i + 1)) for i in range(64)]
+    steps = rows(plan("--length", *lengths))
+    dense, sparse, lossless = (sum(float(r[i]) for r in steps.values()) for i in (1, 2, 5))
+    last = steps[32768]
+    assert float(last[4][:-1]) == pytest.approx(dense / sparse, abs=0.02)
+    assert float(last[7][:-1]) == pytest.approx(dense / lossless, abs=0.02)
+    assert dense / lossless < float(last[6][:-1])
+
+
+def test_the_gpu_of_this_machine_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(step_times, "DRIVER", tmp_path)
+    assert step_times.local_gpu() == "h100"
+    (tmp_path / "0000:01:00.0").mkdir()
+    file = tmp_path / "0000:01:00.0" / "information"
+    for name, gpu in [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("L4", "h100")]:
+        file.write_text(f"Model: \t\t {name}\nIRQ:   \t\t 18\n")
+        assert step_times.local_gpu() == gpu
 
 
 def test_lossless_drafts_under_its_own_default_schedule(plan: Plan) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.log import RunLog
+from sparrow_sglang.rl.runs.log import RunLog, step_line
 from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import (
     EVALUATIONS_FILE,
@@ -18,6 +18,15 @@ from sparrow_sglang.run_folder import (
 def config(run_dir: Path) -> TrainConfig:
     fields = {"run_dir": run_dir, "task": {"name": "story"}, "logging": {"tensorboard": False}}
     return TrainConfig.parse(fields)
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    spent = {"evaluation": 26.0, "rollout": 4.0, "reward": 0.01, "logprobs": 2.2, "step": 33.0}
+    metrics = {f"timing_s/{stage}": seconds for stage, seconds in spent.items()}
+    metrics |= dict.fromkeys(("critic/score/mean", "response_length/mean"), 0.5)
+    metrics |= dict.fromkeys(("response_length/clip_ratio", "sparrow/rollout_tokens_per_s"), 0.5)
+    parts = "evaluation 26.0, rollout 4.0, log-probs 2.2, rest 0.8"
+    assert step_line(0, 1, metrics).endswith(f"| 33.0 s: {parts}")
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:

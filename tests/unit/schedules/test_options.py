@@ -24,8 +24,14 @@ REFUSED = [
 
 
 def test_no_option_is_the_default():
-    for params in (None, {}, {"thinking_budget": 3}, {"sparrow": None}):
+    for params in (None, {}, {"thinking_budget": 3, 1: 2}, {"sparrow": None}, "sparow", 5):
         assert RequestOption.read(params, A) == RequestOption(A)
+
+
+@pytest.mark.parametrize("key", ["sparow", "Sparrow", "sparrows", "sparrow "])
+def test_a_misspelt_option_is_refused(key):
+    with pytest.raises(RequestError, match=f"custom_params\\['{key}'\\]: did you mean 'sparrow'"):
+        RequestOption.read({key: {"dense": True}}, A)
 
 
 @pytest.mark.parametrize(("option", "problem"), REFUSED, ids=str)
