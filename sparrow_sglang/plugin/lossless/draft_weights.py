@@ -2,7 +2,7 @@
 
 Drafts may come from any distribution, so they may read half of the bytes: e4m3 values with a scale
 per output channel, and activations with a scale per token. Verification, prefill and rounds without
-drafts use the model's weights. After each update of those the copies are quantised again before the
+drafts use the model's weights. After each update of those the copies are quantized again before the
 next pass, so that they never go stale. N and K are the output and input channels of a layer on this
 rank."""
 
@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LinearBase, ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_parallel
 
+from sparrow_sglang.plugin.lossless.fp8_kernels import (
+    LARGEST,
+    Quantized,
+    add_norm,
+    silu_and_multiply,
+)
 from sparrow_sglang.plugin.names import MODEL, WEIGHTS_FIELD
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.timing import least_seconds
@@ -33,18 +41,19 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability from which on GPUs multiply FP8."""
 _ROWS = 16  # with which `auto` times the layers
 _MULTIPLE = 16  # of the channels, for the FP8 kernels
-_MAX, _DTYPE = 448.0, torch.float8_e4m3fn
 
 
-def quantize(rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write `rows` [R, C] as e4m3 `values` [R, C] times fp32 `scales` [R, 1]."""
+def quantize(rows: torch.Tensor, out: Quantized) -> Quantized:
+    """`rows` [R, C], written to `out`."""
     if rows.is_cuda:
         from sgl_kernel import sgl_per_token_quant_fp8
 
-        sgl_per_token_quant_fp8(rows, values, scales)
-        return
-    scales.copy_(rows.abs().amax(dim=1, keepdim=True) / _MAX)
-    values.copy_((rows / scales.clamp(min=1e-12)).clamp(-_MAX, _MAX))
+        sgl_per_token_quant_fp8(rows, *out)
+    else:
+        out.scales.copy_(rows.abs().amax(dim=1, keepdim=True) / LARGEST)
+        scaled = rows / out.scales.clamp(min=1e-12)
+        out.values.copy_(scaled.clamp(-LARGEST, LARGEST))
+    return out
 
 
 class Fp8Copy:
@@ -52,25 +61,32 @@ class Fp8Copy:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
-        self.values = torch.zeros(weight.shape, dtype=_DTYPE, device=weight.device)
-        self.scales = torch.zeros(len(weight), 1, device=weight.device)
+        self.copy = Quantized.empty_like(weight)
+        self.copy.values.zero_()
+        self.copy.scales.zero_()
 
     def update(self) -> None:
         """Quantize the weight, in place: captured graphs read this memory."""
-        quantize(self.weight.data, self.values, self.scales)
+        quantize(self.weight.data, self.copy)
 
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` [..., K] times the transposed copy, plus `bias`: [..., N] in the dtype of `x`."""
+    def apply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        quantized: Quantized | None = None,
+    ) -> torch.Tensor:
+        """`x` [..., K] times the transposed copy, plus `bias`: [..., N] in the dtype of `x`.
+        `quantized` is `x`, if it has been quantized already."""
+        values, scales = quantized or quantize(x.reshape(-1, x.shape[-1]), Quantized.empty_like(x))
+        weight, weight_scales = self.copy.values.t(), self.copy.scales.t()
         if x.is_cuda:
-            from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear
+            from sgl_kernel import fp8_scaled_mm
 
-            copy = self.values.t(), self.scales.t()
-            return apply_fp8_linear(x, *copy, bias=bias, use_per_token_if_dynamic=True)
-        rows = x.reshape(-1, x.shape[-1])
-        values, scales = torch.empty_like(rows, dtype=_DTYPE), rows.new_empty(len(rows), 1)
-        quantize(rows, values, scales)
-        out = values.to(x.dtype) @ self.values.to(x.dtype).T * scales * self.scales.T.to(x.dtype)
-        return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+            out = fp8_scaled_mm(values, weight, scales, weight_scales, x.dtype, bias)
+        else:
+            out = (values.float() @ weight.float() * scales * weight_scales).to(x.dtype)
+            out = out if bias is None else out + bias
+        return out.view(*x.shape[:-1], -1)
 
 
 class DraftWeights:
@@ -79,6 +95,8 @@ class DraftWeights:
 
     def __init__(self, model: torch.nn.Module, layers: Iterable[Any] = ()) -> None:
         self.stale, self._in_use = True, False
+        # What was quantized where it was computed, for the layers that read it.
+        self._latest: tuple[torch.Tensor, Quantized] | None = None
         self._model, self._layers = model, {layer: Fp8Copy(layer.weight) for layer in layers}
 
     @property
@@ -87,19 +105,37 @@ class DraftWeights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.values.nbytes + copy.scales.nbytes for copy in self.copies)
+        return sum(part.nbytes for each in self.copies for part in each.copy)
 
     def install(self) -> None:
         """Have the model's passes compute with the copies while these are `in_use`."""
         for layer, copy in self._layers.items():
             if isinstance(layer, LinearBase):
-                layer.quant_method = _DraftLinear(partial(self._chosen, copy))
-        for module in self._model.modules():
+                layer.quant_method = _DraftLinear(partial(self._linear, copy))
+        for module in self._model.modules() if self._layers else ():
             if isinstance(module, LogitsProcessor):
                 module._compute_lm_head = partial(self._logits, module._compute_lm_head)
+            elif self.copies[0].weight.is_cuda and type(module) in _QUANTIZING:
+                fused = _QUANTIZING[type(module)]
+                module.forward = partial(self._quantizing, partial(fused, module), module.forward)
 
-    def _chosen(self, copy: Fp8Copy) -> Fp8Copy | None:
-        return copy if self._in_use else None
+    def _linear(
+        self, copy: Fp8Copy, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """`x` through the copy, or None where it is not in use."""
+        if not self._in_use:
+            return None
+        known = self._latest is not None and self._latest[0] is x
+        return copy.apply(x, bias, self._latest[1] if self._latest and known else None)
+
+    def _quantizing(
+        self, fused: Callable[..., Any], original: Callable[..., Any], *args: Any
+    ) -> Any:
+        """A norm or activation that also quantizes its output, while copies are in use."""
+        if not self._in_use or (computed := fused(*args)) is None:
+            return original(*args)
+        result, self._latest = computed
+        return result
 
     def _logits(
         self,
@@ -109,9 +145,9 @@ class DraftWeights:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if self._in_use and lm_head in self._layers:
-            return self._layers[lm_head].apply(hidden_states)
-        return original(hidden_states, lm_head, *args, **kwargs)
+        copy = self._layers.get(lm_head)
+        logits = None if copy is None else self._linear(copy, hidden_states)
+        return original(hidden_states, lm_head, *args, **kwargs) if logits is None else logits
 
     @contextmanager
     def in_use(self, drafting: bool) -> Iterator[None]:
@@ -120,7 +156,7 @@ class DraftWeights:
         try:
             yield
         finally:
-            self._in_use = False
+            self._in_use, self._latest = False, None
 
     def refresh(self) -> None:
         """Quantize the model's weights if they have changed."""
@@ -149,17 +185,42 @@ class DraftWeights:
 
 
 class _DraftLinear(UnquantizedLinearMethod):
-    """A linear layer by its copy where `choose` returns one, else by its own weight."""
+    """A linear layer by `linear`, or by its own weight where that returns None."""
 
-    def __init__(self, choose: Callable[[], Fp8Copy | None]) -> None:
+    def __init__(self, linear: Callable[..., torch.Tensor | None]) -> None:
         super().__init__()
-        self._choose = choose
+        self._linear = linear
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        copy = self._choose()
-        return super().apply(layer, x, bias) if copy is None else copy.apply(x, bias)
+        out = self._linear(x, bias)
+        return super().apply(layer, x, bias) if out is None else out
+
+
+_Fused = tuple[Any, tuple[torch.Tensor, Quantized]]
+
+
+def _norm(
+    module: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None, addition: Any = None
+) -> _Fused | None:
+    plain = module.variance_size_override is None and not module.cast_x_before_out_mul
+    if residual is None or addition is not None or not plain:
+        return None
+    if not (x.is_contiguous() and residual.is_contiguous()):
+        return None
+    quantized = add_norm(x, residual, module.weight.data, module.variance_epsilon)
+    return (x, residual), (x, quantized)
+
+
+def _silu(module: SiluAndMul, x: torch.Tensor) -> _Fused | None:
+    if not x.is_contiguous():
+        return None
+    product, quantized = silu_and_multiply(x)
+    return product, (product, quantized)
+
+
+_QUANTIZING: dict[type, Callable[..., _Fused | None]] = {RMSNorm: _norm, SiluAndMul: _silu}
 
 
 def _copied_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
