@@ -40,7 +40,6 @@ from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedules.names import load_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import DRAFTS, PAGE_SIZE
 
@@ -211,14 +210,13 @@ def run_side(
     on_gpu = torch.cuda.is_available()
     defaults = engine_defaults(model, backend, schedule, drafts, weights, requests, on_gpu)
     engine_class = sglang.Engine
-    if drafts and not model.has_weights:
-        from sparrow_sglang.benchmarks import given_acceptance
+    if drafts:
+        from sparrow_sglang.benchmarks import given_rounds
 
-        engine_class = given_acceptance.engine_class(options.acceptance_rate)
+        rate = None if model.has_weights else options.acceptance_rate
+        engine_class = given_rounds.engine_class(rate, options.always_draft)
     with engine_class(**defaults | engine_arguments(options.engine_args)) as engine:
         served = backend_of(engine) if backend == STOCK else backend
-        if drafts and options.always_draft:
-            require_server_state(engine.tokenizer_manager).measures_dense = False
         replay(engine, make_requests([32] * GROUP, [requests[-1].prompt[::-1]]))
         before = _drafts_judged() if drafts else ()
         measured = replay(engine, requests)

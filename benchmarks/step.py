@@ -242,14 +242,14 @@ def measure(options: argparse.Namespace, side: Side) -> None:
     defaults = engine_defaults(options, side)
     engine_class = sglang.Engine
     if drafts:
-        from sparrow_sglang.benchmarks import given_acceptance
+        from sparrow_sglang.benchmarks import given_rounds
 
         # A round takes as long whatever it accepts, and is timed where it accepts everything.
-        engine_class = given_acceptance.engine_class(1.0)
+        engine_class = given_rounds.engine_class(1.0, always_draft=True)
     with engine_class(**defaults | arguments) as engine:
         served = backend_of(engine) if backend == STOCK else backend
         if drafts:
-            # Time rounds of that many drafts, also where fewer would be faster.
+            # The choice of drafts is given.
             require_server_state(engine.tokenizer_manager).measures_dense = False
         elif schedule is not None:
             # With the lengths up to which the engine decodes densely.

@@ -60,7 +60,7 @@ def test_two_ranks_agree(rounds: list[tuple[int, int]]) -> None:
 
 def test_rounds_follow_the_acceptance_and_are_probed() -> None:
     length = DraftLength(MOST)
-    assert length.next_round(1, 100) == MOST
+    assert length.next_round(1, 100) == 0
     # The draft after three accepted ones was rejected, that after eight does not exist.
     assert length.observe(MOST, [3, 0, 8]) == (13, 11)
     length.times = times_of({1024: seconds(0.6, 1.1)})
