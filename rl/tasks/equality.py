@@ -2,7 +2,6 @@
 answer is one value, evaluated, of the kind of the expected one."""
 
 import re
-from decimal import Decimal
 from functools import lru_cache
 
 from sparrow_sglang.rl.tasks.answers import last_box
@@ -11,14 +10,16 @@ from sparrow_sglang.rl.tasks.expressions import (
     is_operator,
     is_reduced,
     parsed,
+    plain_numbers,
     verified,
 )
 
 MAX_CHARACTERS = 2000
 
 _CHARACTERS = str.maketrans(
-    dict(zip("\u2212\u2013\uff05\u2009\u202f\u00a0~;", "--%    ,", strict=True))
+    dict(zip("\u2212\u2013\uff05\u2009\u202f\u00a0~", "--%    ", strict=True))
     | dict.fromkeys("\u00b0\u20ac\u00a3", "")
+    | {";": ", "}
     | dict.fromkeys("\u00d7\u00b7\u22c5\u2217", "*")
     | {"\u00f7": "/", "\u2248": "=", "\u03c0": r"\pi ", "\u221e": r"\infty "}
     | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u221a": r"\sqrt "}
@@ -31,7 +32,10 @@ _SIMPLER = {
     re.compile(pattern): replacement
     for pattern, replacement in {
         r"\\\\ *(?:\[[^\]]*\])?": _ROW,
-        r"\\(?:text\w*|math(?:rm|bf|it|sf)|[mh]box|operatorname) *\{([^{}]*)\}": r" \1 ",
+        r"\\(?:text\w*|math(?:rm|bf|it|sf)|[mh]box|operatorname|underline|bm|boldsymbol)"
+        r" *\{([^{}]*)\}": r" \1 ",
+        r"\\mathbb *R": r"\\mathbb{R}",
+        r"\\left *\\\{ *\\begin\{array\} *\{\w*\}(.*?)\\end\{array\} *\\right *\.": r" \1 ",
         r"\\(?:begin|end)\{(?:cases|aligned?|gathered|split)\}": " ",
         r"\\begin\{array\} *\{[^{}]*\}": r"\\begin{pmatrix}",
         r"\\end\{array\}": r"\\end{pmatrix}",
@@ -39,8 +43,9 @@ _SIMPLER = {
         r"\\[dtc]frac(?![a-z])": r"\\frac",
         r"\\frac *(\d) *(\d)": r"\\frac{\1}{\2}",
         r"\\frac *(\d) *\{": r"\\frac{\1}{",
+        r"\\frac *(\{[^{}]*\}) *(\d)": r"\\frac\1{\2}",
         r"\\([lgn])eq?(?:slant)?(?![a-z])": r"\\\1e",
-        r"\\(?:approx|simeq|equiv)(?![a-z])|(?<!\\)&(?==)": "=",
+        r"\\(?:approx|simeq|equiv)(?![a-z])|(?<!\\)&(?= *=)": "=",
         r"<=": r"\\le ",
         r">=": r"\\ge ",
         r"==+": "=",
@@ -56,6 +61,7 @@ _SIMPLER = {
         r"\\[,;:> ]": " ",
         r"\s+": " ",
         r"(?<=\d) (?=\d{3}(?![\d/]))": "",
+        r"\( ?(\w) ?, ?(\w) ?\) ?= ?\(([^(),]*),([^(),]*)\)": r"\1=\3, \2=\4",
         # Thousands; with a space after the comma, or in brackets, numbers are a list.
         r"(?<![\d.,(\[{])(\d{1,3}),(\d{3})(?:,(\d{3}))?(?:,(\d{3}))?(?![\d,])": r"\1\2\3\4",
         r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?!\w)": r"\1*10^{\2}",
@@ -94,10 +100,6 @@ _UNITS = dict(
         " sec=s gram=g kilogram=kg liter=l litre=l percent=% unit= dollar= degree= per=/"
     ).split()
 )
-_SCIENTIFIC = re.compile(
-    r"(?<![\w.^}*)])(?:(\d+\.?\d*|\.\d+) *\* *)?10 *\^ *(?:(\d)|\{ *(-?\d{1,3}) *\})(?! *[\d!^*/])"
-)
-_MIXED = re.compile(r"(?<![\d.^_/])(\d+) ?\\frac *\{ *(\d+) *\} *\{ *(\d+) *\}")
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMERAL = re.compile(
     rf"[\s()\[\]{{}}\\]*[+-]? *(?:{_NUMBER}|-? *{_NUMBER} */ *-? *{_NUMBER}"
@@ -132,7 +134,7 @@ def equal(expected: str, given: str, question: str = "") -> bool:
     (value, unit), (given_value, given_unit) = _without_unit(gold), _without_unit(answer)
     if unit and given_unit and unit != given_unit or _is_copied(given_value, question):
         return False
-    value, given_value = _plain_numbers(value), _plain_numbers(given_value)
+    value, given_value = plain_numbers(value), plain_numbers(given_value)
     if not _is_evaluated(value + unit, given_value):
         return False
     if _verified(value, given_value, bool(_FORM.search(question))):
@@ -247,20 +249,6 @@ def _without_unit(text: str) -> tuple[str, str]:
     return found[1], "".join(_UNITS.get(name, name) for name in names)
 
 
-def _plain_numbers(text: str) -> str:
-    """Mixed and scientific numbers as one fraction or decimal."""
-
-    def fraction(found: re.Match[str]) -> str:
-        whole, top, bottom = map(int, found.groups())
-        return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
-
-    def decimal(found: re.Match[str]) -> str:
-        digits, *exponent = found.groups()
-        return f"{Decimal(f'{digits or 1}e{exponent[0] or exponent[1]}'):f}"
-
-    return _SCIENTIFIC.sub(decimal, _MIXED.sub(fraction, text))
-
-
 def _is_copied(answer: str, question: str) -> bool:
     """Whether the question shows this answer, which is more than a number."""
     if not question or not re.search(r"[A-Za-z+*/^!]|(?<=\w) *-", answer):
@@ -274,14 +262,16 @@ def _is_evaluated(gold: str, answer: str) -> bool:
     """Whether the answer leaves nothing to compute that the expected one does not."""
     if not _is_simple(gold):
         return not any(map(is_operator, parsed(answer))) or any(map(is_operator, parsed(gold)))
-    whole = re.fullmatch(r"[-+\d, ()\[\]{}\\]+", gold) and re.search(r"/|\\frac", answer)
-    return not whole and _is_simple(answer)
+    whole = not re.search(r"[a-zA-Z./%]", re.sub(r"\\(?:begin|end) *\{\w+\}", "", gold))
+    return not (whole and re.search(r"/|\\frac", answer)) and _is_simple(answer)
 
 
 def _is_simple(text: str) -> bool:
     """Whether numbers are numerals, and expressions leave no arithmetic to do."""
     for piece in _BETWEEN.split(text):
-        shown = piece.strip(" ()[]{}\\%") and not re.search("[A-Za-z]", piece.replace("\\frac", ""))
+        shown = piece.strip(" ()[]{}\\%") and not re.search(
+            r"[A-Za-z^]", piece.replace("\\frac", "")
+        )
         if shown and not _NUMERAL.fullmatch(piece):
             return False
     # The library has evaluated what it reads as a number.

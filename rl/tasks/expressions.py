@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from decimal import Decimal
 from functools import cache, lru_cache
 from typing import Any
 
@@ -14,7 +15,32 @@ MAX_BITS, MAX_DEGREE = 20_000, 200
 LIMIT_S = 5
 
 INEQUALITY = re.compile(r"[<>]|\\[lgn]e(?![a-z])")
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.^}*)])(?:(\d+\.?\d*|\.\d+) *\* *)?10 *\^ *(?:(\d)|\{ *(-?\d{1,3}) *\})(?! *[\d!^*/])"
+)
+_MIXED = re.compile(r"(?<![\d.^_/])(\d+) ?\\frac *\{ *(\d+) *\} *\{ *(\d+) *\}")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline *\{ *(\d+) *\}")
 _ERRORS = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
+
+
+def plain_numbers(text: str) -> str:
+    """Mixed, repeating and scientific numbers as one fraction or decimal."""
+
+    def fraction(found: re.Match[str]) -> str:
+        whole, top, bottom = map(int, found.groups())
+        return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+    def decimal(found: re.Match[str]) -> str:
+        digits, *exponent = found.groups()
+        return f"{Decimal(f'{digits or 1}e{exponent[0] or exponent[1]}'):f}"
+
+    def repeated(found: re.Match[str]) -> str:
+        whole, once, again = found.groups()
+        value = int(whole + once + again) - int(whole + once or 0)
+        return rf"\frac{{{value}}}{{{'9' * len(again) + '0' * len(once)}}}"
+
+    text = _REPEATING.sub(repeated, _MIXED.sub(fraction, text))
+    return _SCIENTIFIC.sub(decimal, text)
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +136,10 @@ def is_reduced(value: Any) -> bool:
     if isinstance(value, sympy.Mul):
         numbers = [one for one in _operands(value, sympy.Mul) if isinstance(one, sympy.Rational)]
         return numbers.count(-1) < 2 and sum(abs(number) != 1 for number in numbers) < 2
-    if not isinstance(value, sympy.Pow | sympy.Function) or value.free_symbols:
+    if isinstance(value, sympy.UnevaluatedExpr):
+        # The library's percent is an unevaluated 1/100.
+        return not value.args[0].is_Integer
+    if not isinstance(value, sympy.Expr) or not value.args or value.free_symbols:
         return True
     simpler = _evaluated(value)
     if isinstance(value, sympy.Pow | sympy.exp):
