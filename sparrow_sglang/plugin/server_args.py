@@ -222,8 +222,14 @@ def _check_around_resolution(cls: Any) -> None:
             if self.page_size is None:
                 # SGLang's own default is 1; landmarks need pages.
                 self.page_size = PAGE_SIZE
-            if is_lossless(self) and self.max_running_requests is None:
-                self.max_running_requests = MAX_REQUESTS
+            if is_lossless(self):
+                # Whoever launches an engine's processes, as verl does, resolves before SGLang loads
+                # its plugins.
+                from sparrow_sglang.plugin.lossless import algorithm
+
+                algorithm.register()
+                if self.max_running_requests is None:
+                    self.max_running_requests = MAX_REQUESTS
         original(self)
         if sparse:
             _check_resolved(self)
