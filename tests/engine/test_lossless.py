@@ -40,7 +40,7 @@ from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
 from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
+from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, resolved
 
 RUN = forward.run
 EXPERTS = mock.Mock()
@@ -280,6 +280,13 @@ def load_from_tensors(engine: Any, model: str) -> None:
         assert engine.update_weights_from_tensor(list(weights(model).items()))[0]
 
 
+def load_without_a_session(engine: Any, model: str) -> None:
+    """As a trainer does that knows SGLang up to 0.5.20."""
+    tensors = list(weights(model).items())
+    for part in (tensors[::2], tensors[1::2]):
+        assert engine.update_weights_from_tensor(part)[0]
+
+
 def load_from_a_process_group(engine: Any, model: str) -> None:
     """This process is rank 0 of the group."""
     from sglang.srt.utils import init_custom_process_group
@@ -330,8 +337,28 @@ def weights(model: str) -> dict[str, torch.Tensor]:
     return load_file(Path(model) / "model.safetensors")
 
 
+def test_arguments_are_resolved_before_plugins_are_loaded(
+    lossless: Any, sharp_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by verl, which launches the processes of an engine itself."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative import spec_registry
+
+    monkeypatch.delitem(spec_registry._REGISTRY, "SPARROW")
+    args = ServerArgs(model_path=sharp_llama, attention_backend="sparrow", **DRAFTS)
+    resolve(args)
+    assert resolved(args).speculative_num_steps == 4
+
+
 @pytest.mark.parametrize(
-    "load", [load_from_disk, load_from_tensors, load_from_a_process_group, load_after_a_release]
+    "load",
+    [
+        load_from_disk,
+        load_from_tensors,
+        load_without_a_session,
+        load_from_a_process_group,
+        load_after_a_release,
+    ],
 )
 def test_new_weights_draft_and_verify(
     lossless: Any, stock: Any, sharp_llama: str, tmp_path: Path, load: Callable[[Any, str], None]

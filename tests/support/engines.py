@@ -231,7 +231,7 @@ def require_whole_pool(scheduler: Any) -> None:
 
 @contextmanager
 def weight_updates(engine: Any) -> Iterator[None]:
-    """A context in which weights may be loaded; SGLang requires it from 0.5.22 on."""
+    """A context in which weights may be loaded; SGLang requires it from 0.5.21 on."""
     for step in ("begin", "end"):
         if hasattr(engine, f"{step}_weight_update"):
             getattr(engine, f"{step}_weight_update")()

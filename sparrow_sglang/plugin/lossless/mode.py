@@ -102,6 +102,11 @@ class Lossless(Mode):
         ]
 
     def set_defaults(self, server_args: "ServerArgs") -> None:
+        # Whoever launches an engine's processes, as verl does, resolves arguments before SGLang
+        # loads its plugins.
+        from sparrow_sglang.plugin.lossless import algorithm
+
+        algorithm.register()
         if server_args.max_running_requests is None:
             server_args.max_running_requests = _MAX_REQUESTS
 
