@@ -31,8 +31,8 @@ _RATES = (0.96, 0.94, 0.9, 0.85)
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
-        description="Write an HTML page about a training run or a calibration, or print a table\n"
-        "of several runs or of measured steps. Runs that differ in the seed only are one arm.",
+        description="Write an HTML page about a training run or a calibration, or print a table of "
+        "several\nruns or of measured steps. Runs that differ in the seed only are one arm.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

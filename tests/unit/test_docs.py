@@ -1,17 +1,24 @@
-"""Links of README, docs/ and the READMEs of examples/ resolve, and our command lines parse."""
+"""Links of README, docs/ and the READMEs of examples/ resolve, our command lines parse, and other
+snippets are valid."""
 
 import argparse
 import itertools
+import json
 import re
 import shlex
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from sparrow_sglang.benchmarks import rollout, step
 from sparrow_sglang.commands import cli
+from sparrow_sglang.commands.report import steps_table
+from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedules.names import load_schedule
+from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -24,17 +31,20 @@ LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sgla
 BENCHMARK_PARSERS = {"step": step._parser, "rollout": rollout._parser}
 
 
+def snippets(kind: str) -> list[str]:
+    found = [match for page in PAGES for match in FENCE.finditer(page.read_text("utf-8"))]
+    return [textwrap.dedent(match[3]) for match in found if match[2] == kind]
+
+
 def all_commands() -> list[list[str]]:
     """The words of each command, without variables set in front of it and what it is piped to."""
     commands = []
-    for page in PAGES:
-        for match in FENCE.finditer(page.read_text("utf-8")):
-            text = textwrap.dedent(match[3]).replace("\\\n", " ") if match[2] == "bash" else ""
-            for line in text.splitlines():
-                words = shlex.split(line, comments=True)
-                for between, group in itertools.groupby(words, lambda w: w in ("&", "&&", "|")):
-                    command = [w for w in group if not re.fullmatch(r"[A-Z_]+=.*", w)]
-                    commands += [command] if command and not between else []
+    for text in snippets("bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            for between, group in itertools.groupby(words, lambda w: w in ("&", "&&", "|")):
+                command = [w for w in group if not re.fullmatch(r"[A-Z_]+=.*", w)]
+                commands += [command] if command and not between else []
     return commands
 
 
@@ -97,3 +107,46 @@ def test_servers_and_doctors_parse() -> None:
         for name in (parsed.sparrow_schedule or "").split(","):
             if name and not name.endswith(".json"):
                 load_schedule(name, 16)
+
+
+def test_python_snippets_can_be_imported() -> None:
+    """As a file of their own: engines, which need a guard, are run by tests/processes."""
+    found = snippets("python")
+    assert len(found) > 6
+    for text in found:
+        code = compile(text, "snippet", "exec")
+        # This one sends a request to a server at once.
+        if "client.chat" not in text:
+            exec(code, {"__name__": "snippet"})
+
+
+def test_settings_schedules_and_requests_are_valid() -> None:
+    for text in snippets("toml"):
+        settings = tomllib.loads(text)
+        if "run_dir" in settings:
+            TrainConfig.parse(settings)
+    bodies = [json.loads(text) for text in snippets("json")]
+    schedules = [body for body in bodies if "budget_tokens" in body]
+    requests = [body["sampling_params"] for body in bodies if "sampling_params" in body]
+    assert len(schedules) > 1 and requests
+    for body in schedules:
+        schedule = BudgetSchedule(**body)
+    for parameters in requests:
+        RequestOption.read(parameters["custom_params"], schedule)
+
+
+def test_speed_ups_of_lossless_decoding_are_those_of_the_results() -> None:
+    page = (ROOT / "docs" / "lossless.md").read_text()
+    results = (ROOT / "benchmarks" / "results" / "h100").glob("decode_step_*.json")
+    rows = [
+        row | {"file": path}
+        for path in results
+        if "lossless" in path.name or "coder" in path.name
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    computed = [line.split() for line in steps_table(rows).splitlines()]
+    rounds = [cells for cells in computed if cells[3:5] == ["drafts", "8"]]
+    assert len(rounds) == 8
+    for _, _, dense, _, _, ms, _, *gains in rounds:
+        cells = [dense, ms, *(gain.replace("x", "×") for gain in gains)]
+        assert " | ".join(cells) in page
