@@ -48,8 +48,13 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     whole = [layer for layer in range(layers) if layer not in partial]
     longest = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i].input_ids))
     prompts = [job.prompts[i] for i in sorted(longest[:PROMPTS])]
-    variances = _pair_variances(job, prompts)
-    pairs = chosen_pairs(variances)
+    import os
+
+    if os.environ.get("NO_PAIRS"):
+        pairs = None
+    else:
+        variances = _pair_variances(job, prompts)
+        pairs = chosen_pairs(variances)
     rule = SelectionRule(landmark_bits=4, landmark_pairs=pairs)
     size = (rule, layers, job.page_size, context)
     alone = {layer: sensitivity_schedule(layer, *size, partial) for layer in whole}
@@ -63,7 +68,7 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     }
     measured = _measured(job, prompts, "dense", list(candidates.values()), rule, measuring)
     tails = {dense: measured[schedule.name] for dense, schedule in candidates.items()}
-    kept = variance_kept(variances, pairs)
+    kept = [[1.0]] * layers if pairs is None else variance_kept(variances, pairs)
     return _with_rule(job, choose_rule(rule, kept, sensitivity, tails, partial))
 
 
