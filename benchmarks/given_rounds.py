@@ -4,8 +4,8 @@ random weights do not give. With a given rate answers are wrong, and take as lon
 from functools import partial
 from typing import Any
 
-import sglang
 import torch
+from sglang.srt.entrypoints import engine
 from sglang.srt.managers.scheduler import run_scheduler_process
 
 from sparrow_sglang.plugin.lossless import worker
@@ -20,11 +20,11 @@ class Longest(DraftLength):
         return self.most
 
 
-def engine_class(rate: float | None, always_draft: bool) -> type[sglang.Engine]:
+def engine_class(rate: float | None, always_draft: bool) -> type[engine.Engine]:
     """The class of engines that accept each draft with probability `rate`, None for a chance by
     their weights, and draft in each round if they are to draft always."""
 
-    class Engine(sglang.Engine):
+    class Engine(engine.Engine):
         run_scheduler_process_func = staticmethod(partial(_run_scheduler, rate, always_draft))
 
     return Engine
