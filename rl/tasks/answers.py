@@ -12,6 +12,7 @@ _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 # What may separate boxes that form one answer, as in "$\boxed{1}$ and $\boxed{2}$".
 _GAP = r"(?:[\s$]|\\q?quad\b|\\[()])*"
+_NOTHING = re.compile(_GAP)
 _TOGETHER = re.compile(rf"{_GAP}(?:,|;|,?\s*\b(?:and|or)\b|\\text\{{\s*(?:and|or)\s*\}}){_GAP}")
 # An opening fence, also in a list, with its label.
 _FENCE = re.compile(
@@ -43,8 +44,8 @@ def last_box(text: str) -> tuple[str, str] | None:
     rest = text[end:]
     joined = [content]
     apart = [text[one[1] : other[0]] for one, other in pairwise([*boxes, (start, end, content)])]
-    listed = len(apart) > 1 and not any(gap.strip() for gap in apart[-2:])
-    while boxes and (_TOGETHER.fullmatch(gap := apart.pop()) or listed and not gap.strip()):
+    listed = len(apart) > 1 and all(map(_NOTHING.fullmatch, apart[-2:]))
+    while boxes and (_TOGETHER.fullmatch(gap := apart.pop()) or listed and _NOTHING.fullmatch(gap)):
         joined.insert(0, boxes.pop()[2])
     return ", ".join(joined), rest
 

@@ -31,7 +31,8 @@ _ROW = "\u00a6"
 _SIMPLER = {
     re.compile(pattern): replacement
     for pattern, replacement in {
-        r"\\\\ *(?:\[[^\]]*\])?": _ROW,
+        r"\\\\ *(?:\[[^\]]*\])?|\\cr(?![a-z])": _ROW,
+        r"\{smallmatrix\}": "{pmatrix}",
         r"\\(?:text\w*|math(?:rm|bf|it|sf)|[mh]box|operatorname|underline|bm|boldsymbol)"
         r" *\{([^{}]*)\}": r" \1 ",
         r"\\mathbb *R": r"\\mathbb{R}",
@@ -97,12 +98,12 @@ _UNITS = dict(
     for pair in (
         "centimeter=cm centimetre=cm meter=m metre=m kilometer=km kilometre=km millimeter=mm"
         " millimetre=mm inch=in inche=in foot=ft feet=ft mile=mi hour=h hr=h minute=min second=s"
-        " sec=s gram=g kilogram=kg liter=l litre=l percent=% unit= dollar= degree= per=/"
+        " sec=s gram=g kilogram=kg liter=l litre=l percent=% unit= dollar= degree= per=/ mph=mi/h"
     ).split()
 )
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMERAL = re.compile(
-    rf"[\s()\[\]{{}}\\]*[+-]? *(?:{_NUMBER}|-? *{_NUMBER} */ *-? *{_NUMBER}"
+    rf"[\s()\[\]{{}}\\]*[+-]? *\(?(?:{_NUMBER}|-? *{_NUMBER} */ *-? *{_NUMBER}"
     rf"|\\frac *\{{ *-? *{_NUMBER} *\}} *\{{ *-? *{_NUMBER} *\}})[\s()\[\]{{}}\\%]*"
 )
 _BETWEEN = re.compile(

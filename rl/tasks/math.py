@@ -21,14 +21,14 @@ _STATED = re.compile(
 )
 # "... is the answer".
 _NAMED = re.compile(
-    r"(\$[^$]+\$|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*) (?:is|must be|should be|would be|seems)"
-    r"(?: \w+){0,3} (?:answer|result|solution|value)\b",
+    r"(\$[^$]+\$|\\\(.+?\\\)|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*) (?:is|must be|should be|would be|seems)"
+    r"(?: \w+){0,3} answer\b",
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(
-    r"\b(?:actually|correction|rather|i mean|make that|should be|(?:it|this) (?:is|must be)|it's)"
-    r"\b[,:]?\s*(?:it is|it's|the \w+ is)?\s*"
-    r"(\$[^$]+\$|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*)",
+    r"\b(?:actually|correction|rather|i mean|make that|should be"
+    r"|(?:sorry|oops|hmm|wait|no),? (?:it is|it's))\b[,:]?\s*(?:it is|it's|the \w+ is)?\s*"
+    r"(\$[^$]+\$|\\\(.+?\\\)|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*)",
     re.IGNORECASE,
 )
 _RETRACTED = re.compile(

@@ -160,6 +160,20 @@ def test_greedy_answers_and_logprobs_are_those_of_stock_sglang(lossless: Any, st
         np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=FP32)
 
 
+@pytest.mark.parametrize("further", [{}, {"top_logprobs_num": 2, "token_ids_logprob": [5, 17]}])
+def test_a_prompt_alone_has_no_log_prob_of_an_output(
+    lossless: Any, stock: Any, further: dict[str, Any]
+) -> None:
+    fields = {"input_ids": random_prompt(3, 60), "return_logprob": True, "logprob_start_len": 0}
+    fields |= {"sampling_params": greedy(0)} | further
+    ours, stocks = (engine.generate(**fields) for engine in (lossless, stock))
+    assert ours["output_ids"] == stocks["output_ids"] == []
+    for key in (key for key in stocks["meta_info"] if key.endswith("logprobs")):
+        a, b = ours["meta_info"][key], stocks["meta_info"][key]
+        assert (key, len(a)) == (key, len(b))
+    assert ours["meta_info"]["output_token_logprobs"] == []
+
+
 def test_stop_tokens_and_lengths_end_an_answer_within_a_round(lossless: Any, stock: Any) -> None:
     prompt = random_prompt(10, 120)
     whole = stock.generate(input_ids=prompt, sampling_params=greedy(40))["output_ids"]

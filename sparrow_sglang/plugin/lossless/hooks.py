@@ -45,6 +45,16 @@ def end_turns_at_their_stop(session: Any, *args: Any, **kwargs: Any) -> None:
         node.req.output_ids = node.req.output_ids_through_stop
 
 
+def drop_unrequested_logprob(
+    _: Any, processor: Any, i: int, req: "Req", *args: Any, **kwargs: Any
+) -> None:
+    """AFTER hook of what a prefill's log-probs give: with `max_new_tokens` 0 there is no output
+    token to have one. Without speculative decoding SGLang samples none."""
+    if req.sampling_params.max_new_tokens == 0:
+        req.logprob.output_token_logprobs_val.clear()
+        req.logprob.output_token_logprobs_idx.clear()
+
+
 def expire_draft_weights(_: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook of each call that changes weights, also where it reports a failure."""
     getattr(updater.tp_worker.model_runner, WEIGHTS_FIELD).stale = True
@@ -62,6 +72,13 @@ HOOKS = (
         "AROUND",
         finish_by_token,
         "new_accepted_len",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.logprob_result_processor"
+        ".SchedulerLogprobResultProcessor.add_logprob_return_values",
+        "AFTER",
+        drop_unrequested_logprob,
+        "i req",
     ),
     Hook(
         "sglang.srt.session.session_controller.Session.create_req",
