@@ -83,7 +83,7 @@ def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 class TestConfig:
-    @pytest.mark.parametrize("name", ["sparse_grpo", "words_grpo"])
+    @pytest.mark.parametrize("name", ["sparse_grpo", "words_grpo", "problems_grpo"])
     def test_every_setting_is_one_of_verl(self, name: str) -> None:
         """A setting that verl has renamed would otherwise be ignored."""
         from hydra import compose, initialize_config_module
