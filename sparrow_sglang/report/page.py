@@ -113,7 +113,9 @@ def shades(count: int) -> Sequence[Any]:
 
     if count <= len(PALETTE):
         return PALETTE[:count]
-    return [tuple(shade) for shade in colormaps["turbo"](np.linspace(0.08, 0.92, count))]
+    rgb = colormaps["turbo"](np.linspace(0.08, 0.92, count))[:, :3]
+    # Darker, as yellow could not be seen on white.
+    return [tuple(0.85 * shade) for shade in rgb]
 
 
 def series(index: int, label: str, count: int = len(PALETTE)) -> dict[str, Any]:

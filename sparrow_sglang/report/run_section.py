@@ -188,7 +188,9 @@ def _stack_times(axes: Any, steps: Sequence[Row]) -> None:
         # With one step the areas would have no width, so draw it half a step to either side.
         at, spent = [at[0] - 0.5, at[0] + 0.5], {name: s * 2 for name, s in spent.items()}
     colours = shades(len(spent))
-    areas = axes.stackplot(at, *spent.values(), labels=list(spent), colors=colours, alpha=0.85)
+    areas = axes.stackplot(
+        at, *spent.values(), labels=list(spent), colors=colours, alpha=0.85, step="mid"
+    )
     for i, area in enumerate(areas):
         area.set_gid(f"series-{i}")
     scale(axes, whole=True, from_zero=True)
