@@ -1,5 +1,5 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
-# make test    the tests
+# make test    ruff, mypy and the tests
 # make unit    the tests that need neither engine nor server, in a minute
 # make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
@@ -34,7 +34,7 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 # Six processes, because tests spend time waiting for engines and servers.
-test: $(STAMP)
+test: lint
 	$(BIN)/python tests/support/all_folders.py $(PYTEST_FLAGS)
 
 test-engine: $(STAMP)

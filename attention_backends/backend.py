@@ -88,12 +88,12 @@ class SparrowAttnBackend(AttentionBackend):
     `stock_layers` are those that the stock backend decodes. `pair_variances` are sums over prefill
     passes while a calibration measures, otherwise None. `dense_step`: whether the stock backend
     decodes all layers of the step that is planned next; `DecodeGraphs` writes it for captured
-    steps. `forced`: whether decode steps are dense, whatever their lengths; None to go by them, as
-    only captured steps do."""
+    steps. `dense_override`: whether decode steps are dense, whatever their lengths; None to go by
+    them, as only captured steps do."""
 
     dense_step = False
-    forced: bool | None = None
-    _dense_tokens = 0
+    dense_override: bool | None = None
+    _graph_tokens = 0
 
     def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
         super().__init__()
@@ -171,9 +171,9 @@ class SparrowAttnBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         # With lossless decoding SGLang calls this for verifications, then for drafts, for which the
         # dense side would allocate anew what captured graphs read.
-        if max_num_tokens > self._dense_tokens:
+        if max_num_tokens > self._graph_tokens:
             self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
-            self._dense_tokens = max_num_tokens
+            self._graph_tokens = max_num_tokens
         # SGLang may round batches up past the number of requests that it admits.
         self.sparse.reserve(max_bs)
 
@@ -189,7 +189,7 @@ class SparrowAttnBackend(AttentionBackend):
             self._plan_verify(forward_batch, captured=False)
             return
         decode = forward_batch.forward_mode.is_decode()
-        self.dense_step = decode and bool(self.forced)
+        self.dense_step = decode and bool(self.dense_override)
         if self.stock_layers or self.dense_step or not decode:
             with self._planning:
                 self.dense.init_forward_metadata(forward_batch)

@@ -10,9 +10,10 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, at_least, new_path
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, MAX_DRAFT_TOKENS
+from sparrow_sglang.plugin.names import DRAFT_WEIGHTS, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.provenance import provenance
+from sparrow_sglang.schedules.names import AUTO
 from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
 MODELS = Path(__file__).parent / "models"
@@ -68,17 +69,24 @@ def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
         help="measure lossless decoding with K drafts a round",
     )
     parser.add_argument(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        nargs="+",
+        default=[AUTO],
+        help="weights that drafts use; each of several is measured (default: auto)",
+    )
+    parser.add_argument(
         "--acceptance-rate",
         type=rate,
         help="chance that a draft is accepted, which random weights do not give (default: 0.96)",
     )
 
 
-def set_acceptance_rate(options: argparse.Namespace, forced: bool) -> None:
-    """Set the default of --acceptance-rate; raises `ValueError` where none is `forced`."""
+def set_acceptance_rate(options: argparse.Namespace, applies: bool) -> None:
+    """Set the default of --acceptance-rate; raises `ValueError` where it does not apply."""
     if options.acceptance_rate is None:
         options.acceptance_rate = 0.96
-    elif not forced:
+    elif not applies:
         raise ValueError(
             f"--acceptance-rate {options.acceptance_rate}: expected random weights and --drafts"
         )
@@ -99,6 +107,7 @@ def engine_settings(
     backend: str,
     schedule: str | None,
     drafts: int | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine` in all benchmarks; `schedule` is None for a dense backend."""
     settings: dict[str, Any] = {
@@ -113,6 +122,7 @@ def engine_settings(
     settings |= {} if backend == STOCK else {"attention_backend": backend}
     if drafts:
         settings |= {"speculative_algorithm": LOSSLESS, "speculative_num_draft_tokens": drafts + 1}
+        settings |= {WEIGHTS_FIELD: weights}
     return settings | ({"sparrow_schedule": schedule} if schedule else {})
 
 

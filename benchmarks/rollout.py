@@ -9,7 +9,6 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean, median
@@ -33,15 +32,14 @@ from sparrow_sglang.benchmarks.common import (
     require_cuda,
     set_acceptance_rate,
 )
+from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
-from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
-from sparrow_sglang.processes import exported
 from sparrow_sglang.schedules.names import load_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import DRAFTS, PAGE_SIZE
 
@@ -121,16 +119,9 @@ def request_lengths(options: argparse.Namespace) -> list[int]:
     )
 
 
-def make_requests(
-    lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed: int
-) -> list[Request]:
-    """A request per length; each eight consecutive ones share a random prompt."""
-    draw = random.Random(seed)
-    requests: list[Request] = []
-    for start in range(0, len(lengths), GROUP):
-        prompt = draw.choices(range(vocab_size), k=prompt_tokens)
-        requests += [Request(prompt, length) for length in lengths[start : start + GROUP]]
-    return requests
+def make_requests(lengths: Sequence[int], prompts: Sequence[list[int]]) -> list[Request]:
+    """A request per length; each eight consecutive ones share one of `prompts`."""
+    return [Request(prompts[i // GROUP], length) for i, length in enumerate(lengths)]
 
 
 def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
@@ -192,12 +183,15 @@ def engine_defaults(
     backend: str,
     schedule: str | None,
     drafts: int | None,
+    weights: str | None,
     requests: Sequence[Request],
     on_gpu: bool,
 ) -> dict[str, Any]:
-    arguments = engine_settings(model.path, model.has_weights, backend, schedule, drafts)
+    arguments = engine_settings(model.path, model.has_weights, backend, schedule, drafts, weights)
     # Each part of a stream has only the tokens since the last part.
     arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
+    if drafts:
+        arguments["enable_metrics"] = True
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
     # On a CPU, float32 is the fast path of plain torch. The KV pool has room for all sequences.
@@ -206,32 +200,66 @@ def engine_defaults(
 
 
 def run_side(
-    model: Model, side: str, backend: str, schedule: str | None, options: argparse.Namespace
+    model: Model, backend: str, schedule: str | None, weights: str | None, options: Any
 ) -> None:
     import sglang
     import torch
 
-    prompt_tokens, vocab_size = options.prompt_tokens, model.config["vocab_size"]
-    requests = make_requests(request_lengths(options), prompt_tokens, vocab_size, options.seed)
+    requests = make_requests(request_lengths(options), _prompts(model, options))
     drafts = options.drafts if schedule else None
     on_gpu = torch.cuda.is_available()
-    defaults = engine_defaults(model, backend, schedule, drafts, requests, on_gpu)
-    forced: AbstractContextManager[None] = nullcontext()
-    if drafts and not model.has_weights:
-        forced = exported(FORCED_ACCEPTANCE, str(options.acceptance_rate))
-    with forced, sglang.Engine(**defaults | engine_arguments(options.engine_args)) as engine:
+    defaults = engine_defaults(model, backend, schedule, drafts, weights, requests, on_gpu)
+    engine_class = sglang.Engine
+    if drafts:
+        from sparrow_sglang.benchmarks import given_rounds
+
+        rate = None if model.has_weights else options.acceptance_rate
+        engine_class = given_rounds.engine_class(rate, options.always_draft)
+    with engine_class(**defaults | engine_arguments(options.engine_args)) as engine:
         served = backend_of(engine) if backend == STOCK else backend
-        replay(engine, make_requests([32] * GROUP, prompt_tokens, vocab_size, options.seed + 1))
+        replay(engine, make_requests([32] * GROUP, [requests[-1].prompt[::-1]]))
+        before = _drafts_judged() if drafts else ()
         measured = replay(engine, requests)
+        judged = _drafts_judged() if drafts else ()
     row = {"model": model.name, "backend": served, "schedule": schedule} | measured
     if drafts:
-        row["drafts"] = drafts
+        proposed, accepted = (now - then for now, then in zip(judged, before, strict=True))
+        row |= {"drafts": drafts, "draft_weights": weights, "always_draft": options.always_draft}
+        row["acceptance_rate"] = accepted / proposed if proposed else None
     add_row(options.out, row)
-    print(f"{model.name} {side} ({schedule or served}): {summary(row)}", flush=True)
+    name = " ".join(filter(None, (served, schedule, weights)))
+    print(f"{model.name} ({name}): {summary(row)}", flush=True)
+
+
+def _drafts_judged() -> tuple[float, float]:
+    """Drafts whose predecessors were all accepted, and those accepted of them, of all servers that
+    this process has started."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    names = ("sparrow:drafts_total", "sparrow:accepted_drafts_total")
+    proposed, accepted = (registry.get_sample_value(name) or 0.0 for name in names)
+    return proposed, accepted
+
+
+def _prompts(model: Model, options: argparse.Namespace) -> list[list[int]]:
+    """A prompt for each group: random tokens, or with real weights questions about Python's
+    reference, of up to a quarter more tokens."""
+    tokens, count = options.prompt_tokens, options.sequences // GROUP
+    if not model.has_weights:
+        draw = random.Random(options.seed)
+        return [draw.choices(range(model.config["vocab_size"]), k=tokens) for _ in range(count)]
+    tokenize, room = tokenizer_of(str(model.path)), tokens + tokens // 4
+    questions = builtin_prompts(tokenize, room, tokens, 0, count, "check", options.seed)
+    return [list(prompt.input_ids) for prompt in questions[-count:]]
 
 
 def summary(row: Mapping[str, Any]) -> str:
     rounds = f", {row['tokens_per_round']:.2f} a round" if row["tokens_per_round"] else ""
+    if row.get("acceptance_rate"):
+        rounds += f", {row['acceptance_rate']:.3f} of the drafts accepted"
     return (
         f"first token {row['first_token_median_s']:.2f} s (median),"
         f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
@@ -239,17 +267,19 @@ def summary(row: Mapping[str, Any]) -> str:
     )
 
 
-def compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Dense over sparse seconds to the first token of all sequences and to the last token; above 1
-    where sparse is faster. None until both are measured."""
-    sides = {"sparse" if row["schedule"] else "dense": row for row in rows}
-    if len(sides) < 2:
-        return None
-    dense, sparse = sides["dense"], sides["sparse"]
-    return {
-        "first_token_speedup": dense["first_token_last_s"] / sparse["first_token_last_s"],
-        "speedup": sparse["tokens_per_s"] / dense["tokens_per_s"],
-    }
+def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Dense over sparse seconds to the first token of all sequences and to the last token, for each
+    sparse side; above 1 where it is faster. Empty until the dense side is measured."""
+    dense = next((row for row in rows if not row["schedule"]), None)
+    return [
+        {
+            "draft_weights": row.get("draft_weights"),
+            "first_token_speedup": dense["first_token_last_s"] / row["first_token_last_s"],
+            "speedup": row["tokens_per_s"] / dense["tokens_per_s"],
+        }
+        for row in rows
+        if dense and row["schedule"]
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -281,6 +311,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=count, default=256, help="tokens per prompt")
     add("--seed", type=int, default=0, help="seed of prompts and order")
     add_draft_options(parser, several=False)
+    add(
+        "--always-draft",
+        action="store_true",
+        help="draft K tokens in each round, also where fewer are faster",
+    )
     add_engine_arguments(parser)
     return parser
 
@@ -322,7 +357,7 @@ def main(argv: Sequence[str]) -> int:
     model, dense_backend = _model(options), _dense_backend(options)
     arguments = engine_arguments(options.engine_args, RESERVED)
     context = arguments.get("context_length") or model.config["max_position_embeddings"]
-    longest = options.prompt_tokens + max(lengths)
+    longest = options.prompt_tokens * (5 if model.has_weights else 4) // 4 + max(lengths)
     if longest >= context:
         raise ValueError(
             f"sequences of {longest} tokens do not fit into the model's context of {context}"
@@ -331,18 +366,20 @@ def main(argv: Sequence[str]) -> int:
         require_cuda()
     begin(options, lengths=lengths)
     # Sparse first: no time is spent on the dense side if the sparse side refuses the settings.
-    mode = "lossless" if options.drafts else "sparse"
-    for side in ((mode, BACKEND, model.schedule), ("dense", dense_backend, None)):
+    of_drafts = options.draft_weights if options.drafts else [None]
+    sides = [(BACKEND, model.schedule, weights) for weights in of_drafts]
+    for side in (*sides, (dense_backend, None, None)):
         if not in_fresh_process(run_side, model, *side, options):
             print(f"{model.name} {side[0]}: failed", file=sys.stderr, flush=True)
             break
     result = read_result(options.out)
     speed = compare(result["rows"])
     write_json(options.out, result | {"compared": speed})
-    if not speed:
-        return 1
-    print(
-        f"{model.name}: {mode} is {speed['first_token_speedup']:.2f}x as fast as dense to the"
-        f" first tokens, {speed['speedup']:.2f}x to the last one"
-    )
-    return 0
+    mode = "lossless" if options.drafts else "sparse"
+    for row in speed:
+        weights = f" ({row['draft_weights']})" if row["draft_weights"] else ""
+        print(
+            f"{model.name}: {mode}{weights} is {row['first_token_speedup']:.2f}x as fast as dense"
+            f" to the first tokens, {row['speedup']:.2f}x to the last one"
+        )
+    return 0 if len(speed) == len(sides) else 1

@@ -13,9 +13,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
@@ -43,11 +42,9 @@ from sparrow_sglang.command_line import count
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.processes import exported
 from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule
 
@@ -70,6 +67,16 @@ EXAMPLES = """\
   sparrow bench step --engine-args '{"quantization": "fp8"}'
   sparrow bench step --schedules drafts --drafts 8 12      lossless decoding
 """
+
+
+class Side(NamedTuple):
+    """What an engine serves; a dense backend has neither schedule nor drafts nor their weights."""
+
+    model: str
+    backend: str
+    schedule: str | None = None
+    drafts: int | None = None
+    weights: str | None = None
 
 
 def batch_and_length(case: str) -> tuple[int, int]:
@@ -194,17 +201,11 @@ def time_steps(
     }
 
 
-def engine_defaults(
-    options: argparse.Namespace,
-    model: str,
-    backend: str,
-    schedule: str | None,
-    drafts: int | None = None,
-) -> dict[str, Any]:
+def engine_defaults(options: argparse.Namespace, side: Side) -> dict[str, Any]:
     batches, lengths = zip(*map(batch_and_length, options.cases), strict=True)
     # SGLang does not use the last positions of a context for requests.
     context = max(CONTEXT, max(lengths) + SHORT)
-    arguments = engine_settings(MODELS / model, False, backend, schedule, drafts)
+    arguments = engine_settings(MODELS / side.model, False, *side[1:])
     arguments |= {
         "context_length": context,
         "mem_fraction_static": options.memory_fraction,
@@ -214,7 +215,7 @@ def engine_defaults(
         "tp_size": options.tp,
         "ep_size": options.ep,
     }
-    if context > text_config(model_config(model))["max_position_embeddings"]:
+    if context > text_config(model_config(side.model))["max_position_embeddings"]:
         # With random weights positions mean nothing, so a step takes as long as in a model that
         # was made for this context.
         longer = {"max_position_embeddings": context}
@@ -222,15 +223,11 @@ def engine_defaults(
     return arguments
 
 
-def measure(
-    options: argparse.Namespace,
-    model: str,
-    backend: str,
-    schedule_name: str | None,
-    drafts: int | None,
-) -> None:
+def measure(options: argparse.Namespace, side: Side) -> None:
     import sglang
     import torch
+
+    model, backend, schedule_name, drafts, weights = side
 
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
@@ -242,13 +239,17 @@ def measure(
     # both uniform in ±1e-3, and logits of a normalised hidden state some 30 times smaller.
     alike = model_config(model)["model_type"] == "gpt_oss"
     arguments = engine_arguments(options.engine_args)
-    defaults = engine_defaults(options, model, backend, schedule_name, drafts)
-    # A round takes as long whatever it accepts, and is timed where it accepts everything.
-    forced = exported(FORCED_ACCEPTANCE, "1") if drafts else nullcontext()
-    with forced, sglang.Engine(**defaults | arguments) as engine:
+    defaults = engine_defaults(options, side)
+    engine_class = sglang.Engine
+    if drafts:
+        from sparrow_sglang.benchmarks import given_rounds
+
+        # A round takes as long whatever it accepts, and is timed where it accepts everything.
+        engine_class = given_rounds.engine_class(1.0, always_draft=True)
+    with engine_class(**defaults | arguments) as engine:
         served = backend_of(engine) if backend == STOCK else backend
         if drafts:
-            # Time rounds of that many drafts, also where fewer would be faster.
+            # The choice of drafts is given.
             require_server_state(engine.tokenizer_manager).measures_dense = False
         elif schedule is not None:
             # With the lengths up to which the engine decodes densely.
@@ -279,6 +280,7 @@ def measure(
                 tokens = tokens_per_round(drafts, options.acceptance_rate)
                 row |= {
                     "drafts": drafts,
+                    "draft_weights": weights,
                     "acceptance_rate": options.acceptance_rate,
                     "tokens_per_round": tokens,
                     "round_ms": row["step_ms"],
@@ -299,20 +301,24 @@ def summary(row: Mapping[str, Any]) -> str:
     took = f"step {row['step_ms']:.2f} ms (floor {row['floor_ms']:.2f})"
     if "drafts" in row:
         took = (
-            f"round of {row['drafts']} drafts {row['round_ms']:.2f} ms, {row['step_ms']:.2f} ms a"
-            f" token at {row['tokens_per_round']:.1f} tokens a round"
+            f"round of {row['drafts']} drafts ({row['draft_weights']}) {row['round_ms']:.2f} ms,"
+            f" {row['step_ms']:.2f} ms a token at {row['tokens_per_round']:.1f} tokens a round"
         )
     return f"{took}, prefill {row['prefill_s']:.3f} s"
 
 
-def engines(options: argparse.Namespace) -> Iterator[tuple[str, str, str | None, int | None]]:
-    """Model, backend, schedule and drafts of each engine; dense backends have no schedule."""
+def engines(options: argparse.Namespace) -> Iterator[Side]:
     for model in options.models.split(","):
         for backend in options.backends.split(","):
             names = options.schedules if backend == BACKEND else [None]
             for name in names:
+                named = name and name.replace("{model}", model)
                 for drafts in options.drafts if name else [None]:
-                    yield model, backend, name and name.replace("{model}", model), drafts
+                    for weights in options.draft_weights if drafts else [None]:
+                        yield Side(model, backend, named, drafts, weights)
+
+
+_NAMED = ("model", "case", "schedule", "drafts", "draft_weights", "floor_ms")
 
 
 def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -331,7 +337,7 @@ def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         dense = min(same, key=lambda row: row["step_ms"])
         prefill = min(same, key=lambda row: row["prefill_s"])
         compared.append(
-            {key: sparse.get(key) for key in ("model", "case", "schedule", "drafts", "floor_ms")}
+            {key: sparse.get(key) for key in _NAMED}
             | {
                 "dense": dense["backend"],
                 "dense_ms": dense["step_ms"],
@@ -392,7 +398,7 @@ def _check(options: argparse.Namespace) -> None:
     by_flags = ("tp_size", "ep_size", "mem_fraction_static")
     engine_arguments(options.engine_args, (*RESERVED, *by_flags))
     if BACKEND not in options.backends.split(","):
-        for name in ("schedules", "drafts"):
+        for name in ("schedules", "drafts", "draft_weights"):
             if (value := getattr(options, name)) != _parser().get_default(name):
                 raise ValueError(f"--{name} {value}: expected {BACKEND} in --backends")
         options.schedules = []
@@ -413,17 +419,18 @@ def main(argv: Sequence[str]) -> int:
     require_cuda(options.tp)
     begin(options)
     failed = False
-    for model, backend, schedule, drafts in engines(options):
-        if not in_fresh_process(measure, options, model, backend, schedule, drafts):
-            print(f"{model} {backend} {schedule or ''}: failed, left out", file=sys.stderr)
+    for side in engines(options):
+        if not in_fresh_process(measure, options, side):
+            print(f"{' '.join(map(str, filter(None, side)))}: failed, left out", file=sys.stderr)
             failed = True
     result = read_result(options.out)
     result["compared"] = compare(result["rows"])
     write_json(options.out, result)
     for row in result["compared"]:
         print(
-            f"{row['model']} {row['schedule']} {row['case']}: step {row['dense_ms']:.2f} ms"
-            f" ({row['dense']}) -> {row['sparse_ms']:.2f} ms, {row['speedup']:.2f}x; prefill"
+            f"{row['model']} {row['schedule']} {row['draft_weights'] or ''} {row['case']}: step"
+            f" {row['dense_ms']:.2f} ms ({row['dense']}) -> {row['sparse_ms']:.2f} ms,"
+            f" {row['speedup']:.2f}x; prefill"
             f" {row['dense_prefill_s']:.3f} s ({row['dense_prefill']}) ->"
             f" {row['sparse_prefill_s']:.3f} s, {row['prefill_speedup']:.2f}x"
         )

@@ -12,7 +12,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from sparrow_sglang import noise
 from sparrow_sglang.command_line import at_least
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, ModelError, embedded_model
 from sparrow_sglang.processes import exit_on_sigterm
@@ -57,7 +56,6 @@ def prepare_environment() -> None:
     others = sorted({path.stem for path in folder.glob("*.py")} - {"__init__", "llama"})
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     os.environ |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-    noise.suppress()
 
 
 def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:

@@ -93,7 +93,8 @@ class TaskConfig(TaskSource):
     """Processes that compute rewards."""
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds for one call of the reward, after which the response earns the lowest reward of its
-    task so far, at most 0; after a call for a whole group its rewards are missing."""
+    task so far, that of an empty response included, at most 0; after a call for a whole group its
+    rewards are missing."""
     rewards_timeout_s: PositiveFloat = 300.0
     """Seconds for all rewards of a step after its last response; later ones are missing."""
 
@@ -200,7 +201,9 @@ class AlgorithmConfig(Section):
     """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL)."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """"token_mean": mean loss over all tokens (DAPO); "sequence_mean": over each response's tokens,
-    then over responses (GRPO, arXiv:2402.03300)."""
+    then over responses (GRPO, arXiv:2402.03300). Groups of equal rewards are in no mean: they have
+    no policy gradient, their forward and backward passes are saved, and their number does not scale
+    the others' step. In verl they count."""
     correction: Literal["none", "tis", "mask", "sequence"] = "tis"
     """How the loss corrects for the sparse actor: "none"; "tis", truncated importance ratios of
     tokens; "mask", leaving out tokens of too low or too high a ratio; "sequence", the geometric
@@ -224,7 +227,8 @@ class AlgorithmConfig(Section):
     """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
     kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL divergence from the model at `model.path` (GRPO: 0.04; DAPO, Dr. GRPO: 0),
-    whose weights are then kept in CPU memory."""
+    whose weights are then kept in CPU memory. Only tokens of the means of `aggregation` have the
+    term: a step of equal groups leaves the policy as it is."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per rollout batch. With 1, clipping has no effect."""
 

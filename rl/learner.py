@@ -122,13 +122,13 @@ class Learner:
         """End the processes of the learner, if it has any."""
 
     def score(self, batch: Batch) -> Scored:
-        """With one mini-batch only responses outside the loss: `update` fills in the others, from a
-        policy that is still the same."""
+        """With one mini-batch only responses outside the loss: `update` replaces the zeros of the
+        others, from a policy that is still the same."""
         settings, count = self._config, len(batch.advantages)
         by_update = settings.algorithm.mini_batches == 1
         scored_here = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
         sequences, tokens = batch.sequences_of(scored_here)
-        scored = Scored(torch.empty(count), torch.empty(count))
+        scored = Scored(torch.zeros(count), torch.zeros(count))
         if sequences:
             parts = self.policy.score(sequences, settings.rollout.temperature)
             scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)

@@ -83,9 +83,11 @@ class MiniBatchLoss:
 
     def __call__(self, logprobs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """The part of the loss from the tokens at `indices`, those of whole sequences; `logprobs`
-        have gradient. Raises `ValueError` on log-probs that are not finite."""
+        have gradient. NaN if any log-prob is not finite."""
         indices, device, settings = indices.cpu(), logprobs.device, self.settings
         self.seen[indices] = logprobs.detach().float().cpu()
+        if not torch.isfinite(logprobs).all():
+            return logprobs.sum() * torch.nan
         dense = (self.seen if self.dense_logprobs is None else self.dense_logprobs)[indices]
         lengths = self._owner[indices].unique_consecutive(return_counts=True)[1].tolist()
         weights = correct(dense, self.rollout_logprobs[indices], lengths, settings).weights

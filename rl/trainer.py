@@ -4,6 +4,8 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import torch
+
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
@@ -45,7 +47,8 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
         EngineNotStarted, RolloutError: no engine, or responses that cannot be trained on.
         EngineDied, TrainersLost: more than `cluster.max_restarts` deaths without a checkpoint.
         RewardsFailed: an unusable reward, or more than half of a step's rewards are missing.
-        FloatingPointError: `MAX_SKIPPED_STEPS` gradients in a row were not finite.
+        FloatingPointError: log-probs of the policy, or `MAX_SKIPPED_STEPS` gradients in a row, were
+            not finite.
     """
     setup = prepare(config)
     connection: AbstractContextManager[None] = nullcontext()
@@ -107,6 +110,7 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
 
     with clock("logprobs"):
         scored = learner.score(batch)
+    _require_finite(batch, scored.logprobs, step)
     with clock("reference"):
         reference = learner.reference_logprobs(batch)
     with clock("mismatch"):
@@ -115,6 +119,7 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
     with run.updating():
         with clock("update"):
             updated = learner.update(batch, scored, reference, lr)
+        _require_finite(batch, updated.scored.logprobs, step)
         with clock("distill"):
             distilled = learner.distill(batch, schedule)
     run.state.advance(collected.tokens, collected.replaced, collected.carried)
@@ -149,6 +154,17 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
             f"the gradients of {updated.skipped_in_a_row} optimizer steps in a row were not finite;"
             " expected a lower optimizer.lr"
         )
+
+
+def _require_finite(batch: Batch, logprobs: torch.Tensor, step: int) -> None:
+    """Raise `FloatingPointError` if any log-prob [N] of the policy is not finite."""
+    for rollout, values in zip(batch.rollouts, logprobs.split(batch.lengths), strict=True):
+        if wrong := int((~torch.isfinite(values)).sum()):
+            raise FloatingPointError(
+                f"step {step}, prompt {rollout.prompt_id!r}, sample {rollout.sample}: {wrong} of"
+                f" {len(values)} log-probs of the policy are not finite; expected finite weights,"
+                " maybe by a lower optimizer.lr from an earlier checkpoint on"
+            )
 
 
 def _evaluate(run: Run) -> None:

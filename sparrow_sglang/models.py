@@ -33,7 +33,7 @@ FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenize
 
 
 class ModelError(SparrowError, RuntimeError):
-    """The embedded model cannot be prepared; the message says what to do."""
+    """A model cannot be prepared or found; the message says what to do."""
 
 
 def cache_dir() -> Path:

@@ -1,12 +1,15 @@
 """Signals of this process, and the environment of those that it starts."""
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
+
+_SHIELDED = "SPARROW_IGNORE_SIGINT"
 
 
 @contextmanager
@@ -22,6 +25,20 @@ def exported(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+def shield_children() -> None:
+    """Have processes that this one starts, and that import SGLang, ignore SIGINT. On a terminal
+    Ctrl-C reaches them all; a command ends them itself, or needs them for what it finishes."""
+    os.environ[_SHIELDED] = "1"
+
+
+def ignore_sigint_if_shielded() -> None:
+    # SGLang is imported while a process unpickles its target; `parent_process` is set after that.
+    started = multiprocessing.current_process().name != "MainProcess"
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if _SHIELDED in os.environ and started and in_main_thread:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def exit_on_sigterm() -> None:
     """Have SIGTERM, which `timeout` sends, raise SystemExit, so that child processes are ended.
     SGLang's processes end with their parent only once they have imported SGLang."""
@@ -33,13 +50,3 @@ def exit_on_sigterm() -> None:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
-
-
-async def replace_signal_handlers(engine: Any, handlers: Mapping[signal.Signals, Any]) -> None:
-    """Replace those that an `sglang.Engine` sets with its first call. Only the main thread can, and
-    only there SGLang has set any."""
-    engine.tokenizer_manager.auto_create_handle_loop()
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            engine.loop.remove_signal_handler(number)
-            signal.signal(number, handler)

@@ -2,20 +2,18 @@
 
 import asyncio
 import atexit
-import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from sparrow_sglang.client.engine import start_engine
 from sparrow_sglang.plugin.adapters import load_adapter
-from sparrow_sglang.plugin.lossless.refusals import is_lossless
-from sparrow_sglang.plugin.refusals import BACKEND
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.plugin.server_log import keep_warnings
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.processes import replace_signal_handlers
 from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
 from sparrow_sglang.rl.rollout import (
     EngineDied,
@@ -75,15 +73,14 @@ class LocalEngine(RolloutEngine):
 
     def __init__(self, model_path: str, schedule: str = "auto", **server_args: Any) -> None:
         """Raises `ValueError` if schedule, model or arguments cannot be served."""
-        import sglang
-
-        keep_warnings()
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        self.engine = sglang.Engine(**engine_args(model_path, schedule) | server_args)
+        # Dead processes are found by polling.
+        wanted = engine_args(model_path, schedule) | server_args
+        self.engine = start_engine(wanted, on_death=lambda engine: None, died=EngineDied)
         self._manager = self.engine.tokenizer_manager
         self.dtype: torch.dtype = self._manager.model_config.dtype
         self._processes = EngineProcesses(self.engine.get_all_child_pids())
-        self._run(self._restore_signal_handlers(on_sigterm))
+        if self._manager._subprocess_watchdog is not None:
+            self._manager._subprocess_watchdog.stop()
         arguments = self.engine.server_args
         self._saves_memory = arguments.enable_memory_saver
         self._released = False
@@ -92,7 +89,7 @@ class LocalEngine(RolloutEngine):
         self._loading = False
         self._schedule = DENSE
         # Lossless decoding samples as dense decode does.
-        if arguments.attention_backend == BACKEND and not is_lossless(arguments):
+        if arguments.attention_backend == BACKEND and not mode_of(arguments).is_dense:
             active = resolve_schedule(arguments, self._manager.model_config.hf_config)
             self._schedule = active.name
             # The trainer counts by the schedule as it is written, and a run must be repeatable.
@@ -249,15 +246,6 @@ class LocalEngine(RolloutEngine):
                     raise EngineDied(f"the engine did not answer within {ANSWER_TIMEOUT_S:.0f} s")
         return task.result()
 
-    async def _restore_signal_handlers(self, on_sigterm: Any) -> None:
-        """Undo SGLang's signal handling, which would kill this process with one of the engine's and
-        keep SIGTERM from the trainer. Dead processes are found by polling."""
-        # A failing process sends SIGQUIT to its parent; `require_alive` will find it dead.
-        handlers = {signal.SIGTERM: on_sigterm, signal.SIGQUIT: lambda *_: None}
-        await replace_signal_handlers(self.engine, handlers)
-        if self._manager._subprocess_watchdog is not None:
-            self._manager._subprocess_watchdog.stop()
-
     def require_alive(self) -> None:
         self._processes.require_alive()
 
@@ -268,15 +256,9 @@ def engine_args(model_path: str, schedule: str) -> dict[str, Any]:
         # The dtype that the policy computes in; "auto" would be float16 for a checkpoint in
         # float32. On most CPUs, plain torch is fastest in float32.
         "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-        "log_level": "error",
         "enable_memory_saver": torch.cuda.is_available(),
-        "custom_sigquit_handler": _raise_engine_died,
     }
     if schedule == DENSE:
         return defaults
     chosen = {} if schedule == "auto" else {"sparrow_schedule": schedule}
     return defaults | {"attention_backend": BACKEND} | chosen
-
-
-def _raise_engine_died(signum: int, frame: Any) -> None:
-    raise EngineDied("the SGLang engine did not start; the traceback of its process is on stderr")

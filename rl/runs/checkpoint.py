@@ -74,7 +74,8 @@ _OF_A_MIX = re.compile(r"^task\.options\.[^.]+\.")
 @dataclass
 class State:
     """Where a run stands, besides its weights. `replaced` counts prompts used to replace groups,
-    `tokens` response tokens sampled; `prompts` is the fingerprint of the training prompts."""
+    `tokens` response tokens sampled; `prompts` is the fingerprint of the training prompts.
+    `lowest_rewards` are those of each task, at most 0."""
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class State:
     tokens: int = 0
     prompts: str = ""
     carried: tuple[Group, ...] = ()
+    lowest_rewards: dict[str, float] = field(default_factory=dict)
 
     def advance(self, tokens: int, replaced: int, carried: tuple[Group, ...]) -> None:
         self.step += 1

@@ -179,6 +179,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             config.task.reward_workers,
             config.task.reward_timeout_s,
             config.task.rewards_timeout_s,
+            state.lowest_rewards,
         )
         opened.enter_context(reward_workers)
         log = opened.enter_context(closing(RunLog(config, taken)))

@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 THINKING_MARK = re.compile(r"</?think(?:ing)?>")
 _END_OF_THINKING = re.compile(r"</think(?:ing)?>")
@@ -32,17 +33,20 @@ def last_box(text: str) -> tuple[str, str] | None:
     r"""Content of the last `\boxed` or `\fbox`, and the text after it; None if there is no box.
 
     Without one, an `<answer>` tag is a box. Boxes that only a comma, "and" or "or" separates are
-    one answer, joined by commas. The content of an unclosed box is empty.
+    one answer, joined by commas, as are three or more that nothing separates: the last of two is a
+    correction. The content of an unclosed box is empty.
     """
     boxes = list(_boxes(text)) or [(tag.start(), tag.end(), tag[1]) for tag in _TAG.finditer(text)]
     if not boxes:
         return None
     start, end, content = boxes.pop()
     rest = text[end:]
-    while boxes and _TOGETHER.fullmatch(text[boxes[-1][1] : start]):
-        start, _, before = boxes.pop()
-        content = f"{before}, {content}"
-    return content, rest
+    joined = [content]
+    apart = [text[one[1] : other[0]] for one, other in pairwise([*boxes, (start, end, content)])]
+    listed = len(apart) > 1 and not any(gap.strip() for gap in apart[-2:])
+    while boxes and (_TOGETHER.fullmatch(gap := apart.pop()) or listed and not gap.strip()):
+        joined.insert(0, boxes.pop()[2])
+    return ", ".join(joined), rest
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:

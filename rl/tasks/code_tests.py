@@ -2,8 +2,9 @@
 are JSON, the input a list of arguments."""
 
 import json
+import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from math import isclose
 from typing import Any
 
@@ -21,6 +22,7 @@ IMPORTS = "\n".join(
 )
 # Fields that name a judge other than a comparison of outputs.
 _CHECKERS = ("checker", "generated_checker", "special_judge", "spj", "checker_code", "interactor")
+_NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _EXPECTED = "a list of objects with input and output"
 # As LiveCodeBench's checker sets it; and integers of any length.
 _LIMITS = "import sys; sys.setrecursionlimit(50_000); sys.set_int_max_str_digits(0)\n"
@@ -116,12 +118,10 @@ def _integer(digits: str) -> int | Decimal:
 def _same_token(actual: str, expected: str, tolerance: float) -> bool:
     if actual == expected:
         return True
-    try:
-        numbers = Decimal(actual), Decimal(expected)
-    except InvalidOperation:
+    # Python reads more than this as a number, such as 1_0, +5 and digits of other scripts.
+    if not (_NUMBER.fullmatch(actual) and _NUMBER.fullmatch(expected)):
         return False
-    if not all(number.is_finite() for number in numbers):
-        return False
+    numbers = Decimal(actual), Decimal(expected)
     if numbers[0] == numbers[1]:
         return True
     decimals = any(mark in expected.lower() for mark in ".e")
@@ -137,7 +137,7 @@ def _same_value(actual: Any, expected: Any, tolerance: float) -> bool:
         return same and all(_same_value(actual[key], expected[key], tolerance) for key in actual)
     if isinstance(expected, float) and type(actual) in (int, float):
         return isclose(actual, expected, rel_tol=tolerance, abs_tol=tolerance)
-    return bool(actual == expected)
+    return isinstance(actual, bool) == isinstance(expected, bool) and bool(actual == expected)
 
 
 def _decoded(value: Any) -> Any:

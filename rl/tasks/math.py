@@ -7,20 +7,27 @@ from typing import Any
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.tasks.answers import conclusion, last_box
 from sparrow_sglang.rl.tasks.base import FileOptions, Render, Task, load_files, parse_options
-from sparrow_sglang.rl.tasks.equality import equal, library
+from sparrow_sglang.rl.tasks.equality import equal
+from sparrow_sglang.rl.tasks.expressions import library
 from sparrow_sglang.rl.tasks.formats import messages_of, require
 from sparrow_sglang.rl.types import Prompt
 
-# "the answer is ...", to the end of the sentence.
+# "the answer is ...", or "#### ...", to the end of the sentence.
 _STATED = re.compile(
-    r"\b(?:answer|option|choice|result|solution)\b[^.\n]{0,40}?"
-    r"(?:\bis\b|\bequals\b|\bshould be\b|:|=)[\s:*]*"
+    r"(?:\b(?:answer|option|choice|result|solution)\b[^.\n]{0,40}?"
+    r"(?:\bis\b|\bequals\b|\bshould be\b|:|=)|^####)[\s:*]*"
     r"(.+?)(?=\.(?:\s|$)|[!?\n]|\*\*|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+# "... is the answer".
+_NAMED = re.compile(
+    r"(\$[^$]+\$|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*) (?:is|must be|should be|would be|seems)"
+    r"(?: \w+){0,3} (?:answer|result|solution|value)\b",
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(
-    r"\b(?:actually|correction|rather|i mean|make that|should be)\b[,:]?"
-    r"\s*(?:it is|it's|the \w+ is)?\s*"
+    r"\b(?:actually|correction|rather|i mean|make that|should be|(?:it|this) (?:is|must be)|it's)"
+    r"\b[,:]?\s*(?:it is|it's|the \w+ is)?\s*"
     r"(\$[^$]+\$|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*)",
     re.IGNORECASE,
 )
@@ -63,7 +70,8 @@ def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
 def _other_answers(rest: str) -> list[str]:
     """Formulas or numbers that the text after a box names as the answer."""
     stated = [_FORMULA.search(text) or _NUMBER.search(text) for text in _STATED.findall(rest)]
-    return [match.group() for match in stated if match] + _CORRECTED.findall(rest)
+    named = [*_CORRECTED.findall(rest), *_NAMED.findall(rest)]
+    return [match.group() for match in stated if match] + named
 
 
 def _without_box(text: str) -> str:

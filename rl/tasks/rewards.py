@@ -1,6 +1,7 @@
 """Scores groups in reward workers, so that no reward function can stop a training run. A reward
 that could not be computed is missing, not 0. A response that hangs or crashes the function earns
-the lowest reward of its task so far, at most 0; the worker process is replaced."""
+the lowest reward of its task so far, that of an empty response included, at most 0; the worker
+process is replaced."""
 
 import inspect
 import logging
@@ -72,7 +73,9 @@ class RewardPool:
         workers: int = 4,
         timeout_s: float = 30.0,
         total_timeout_s: float = 300.0,
+        lowest: dict[str, float] | None = None,
     ) -> None:
+        """`lowest` rewards by task, at most 0, are kept up to date."""
         self.reward = reward
         self.total_timeout_s = total_timeout_s
         self._timeout_s = timeout_s
@@ -80,7 +83,7 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, "sparrow-rewards")
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
-        self.lowest: dict[str, float] = {}
+        self.lowest = {} if lowest is None else lowest
         self._lock = threading.Lock()
 
     def score(self, groups: Sequence[Group]) -> Scores:
@@ -107,11 +110,18 @@ class RewardPool:
         if kind == "crashes":
             # Not the response's fault if the machine was short of memory.
             kind, value = self._call(job)
+        self._note_lowest(job[0], kind, value)
+        task, (prompt, text), keywords = job
+        if kind in _BLAMED and text and not isinstance(text, list):
+            # Another response may not have been wrong yet.
+            self._note_lowest(task, *self._call((task, (prompt, ""), keywords)))
+        return kind, value
+
+    def _note_lowest(self, task: str, kind: str, value: Any) -> None:
         if kind == "reward":
             known = [reward for reward, _ in value if reward is not None]
             with self._lock:
-                self.lowest[job[0]] = min(self.lowest.get(job[0], 0.0), *known, 0.0)
-        return kind, value
+                self.lowest[task] = min(self.lowest.get(task, 0.0), *known, 0.0)
 
     def _call(self, job: Job) -> Outcome:
         with self._lock:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.prompts import (
@@ -31,8 +31,9 @@ from sparrow_sglang.schedules.schedule import NAME, PAGE_SIZE, BudgetSchedule
 
 DEFAULT_TARGET = 0.86
 PUBLISHED = "published"
+INT4 = "int4"
 CALIBRATED = "calibrated"
-RULES = (PUBLISHED, CALIBRATED)
+RULES = (PUBLISHED, INT4, CALIBRATED)
 # Each is a fifth to a half larger than the one before. Models with two KV heads need half of the
 # context and more.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288,
@@ -104,6 +105,14 @@ class CalibrationOptions:
             raise CalibrationError(f"--out {self.out}: expected the name of a .json file")
 
 
+class ServedModel(NamedTuple):
+    """`path`: folder or hub name that the engine loads. `context`: tokens of a whole sequence."""
+
+    path: str
+    hf_config: Any
+    context: int
+
+
 @dataclass(frozen=True)
 class Job:
     """The measurements to make.
@@ -156,7 +165,7 @@ class Job:
 def calibration_job(options: CalibrationOptions) -> Job:
     model = _model(options)
     name = Path(options.model_path).name
-    linear = linear_layers(model["hf_config"])
+    linear = linear_layers(model.hf_config)
     if options.rule is None:
         options = replace(options, rule=PUBLISHED if linear else CALIBRATED)
     elif options.rule != PUBLISHED and linear:
@@ -168,7 +177,7 @@ def calibration_job(options: CalibrationOptions) -> Job:
             raise CalibrationError(
                 f"--out {cut(str(path))}: expected a schedule's name, {NAME.pattern}, and .json"
             )
-    context, page_size = model["context"], options.page_size or PAGE_SIZE
+    context, page_size = model.context, options.page_size or PAGE_SIZE
     default = SHORT_BIN_TOKENS if context <= SHORT_CONTEXT else BIN_TOKENS
     bin_tokens = options.bin_tokens or default // page_size * page_size
     if bin_tokens % page_size:
@@ -238,7 +247,7 @@ def check_job(options: CalibrationOptions) -> Job:
 
 def _job(
     options: CalibrationOptions,
-    model: dict[str, Any],
+    model: ServedModel,
     under: Sequence[BudgetSchedule],
     *,
     settings: dict[str, Any],
@@ -246,7 +255,7 @@ def _job(
     **fields: Any,
 ) -> Job:
     """The job whose prompts are decoded `under` schedules; the engine starts with `schedule`."""
-    context, checked = model["context"], bool(fields["schedules"])
+    context, checked = model.context, bool(fields["schedules"])
     prompts = _prompts(options, model, fields["bin_tokens"], checked)
     if options.samples > 1 and all(prompt.response_ids for prompt in prompts):
         raise CalibrationError(f"--samples {options.samples} along given responses: expected 1")
@@ -264,14 +273,16 @@ def _job(
         engine_args |= GIVEN_RESPONSE_ENGINE_ARGS
     return Job(
         options=options,
-        **model,
+        path=model.path,
+        hf_config=model.hf_config,
+        context=context,
         prompts=prompts,
         samples=samples,
         settings={
-            **_identity(options.model_path, model["path"]),
+            **_identity(options.model_path, model.path),
             "device": device_name(),
             "dtype": engine_dtype(options.engine_args)
-            or str(model_value(model["hf_config"], "dtype")),
+            or str(model_value(model.hf_config, "dtype")),
             "sglang": version("sglang"),
             "page_size": fields["page_size"],
             "context": context,
@@ -291,16 +302,16 @@ def _job(
 
 
 def _prompts(
-    options: CalibrationOptions, model: dict[str, Any], bin_tokens: int, checked: bool
+    options: CalibrationOptions, model: ServedModel, bin_tokens: int, checked: bool
 ) -> list[Prompt]:
-    tokenize, context = tokenizer_of(model["path"]), model["context"]
+    tokenize, context = tokenizer_of(model.path), model.context
     if options.prompts is None:
         per_bin = options.prompts_per_bin or PROMPTS_PER_BIN
         sizes = context, bin_tokens, options.new_tokens, per_bin
         part: Literal["check", "calibration"] = "check" if checked else "calibration"
         return builtin_prompts(tokenize, *sizes, part, options.seed)
     prompts = read_prompts(options.prompts, tokenize, context)
-    vocab_size = model_value(model["hf_config"], "vocab_size")
+    vocab_size = model_value(model.hf_config, "vocab_size")
     for prompt in prompts:
         if vocab_size and (most := max(prompt.input_ids + prompt.response_ids)) >= vocab_size:
             line = prompt.name.partition("-")[0]
@@ -317,7 +328,7 @@ def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:
     return [out.with_stem(f"{out.stem}-{target}") for target in targets]
 
 
-def _model(options: CalibrationOptions) -> dict[str, Any]:
+def _model(options: CalibrationOptions) -> ServedModel:
     from transformers import AutoConfig
 
     path = model_folder(options.model_path)
@@ -330,7 +341,7 @@ def _model(options: CalibrationOptions) -> dict[str, Any]:
     context = options.engine_args.get("context_length") or limit
     if context is None:
         raise CalibrationError("--engine-args: expected context_length, which the model lacks")
-    return {"path": path, "hf_config": config, "context": int(context)}
+    return ServedModel(path, config, int(context))
 
 
 def engine_dtype(engine_args: dict[str, Any]) -> str | None:

@@ -1,12 +1,10 @@
 """Measure samples with an SGLang engine: the acceptance rate of every sparsely decoded token."""
 
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from itertools import groupby
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +14,14 @@ from sparrow_sglang.calibration.job import Job, engine_dtype
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import EngineEndpoint
+from sparrow_sglang.client.engine import start_engine
 from sparrow_sglang.mismatch.exact_rates import (
     comparing_request,
     exact_rates,
     record_into,
     recording,
 )
-from sparrow_sglang.plugin.refusals import BACKEND
-from sparrow_sglang.plugin.server_log import keep_warnings
-from sparrow_sglang.processes import replace_signal_handlers
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -79,14 +76,11 @@ class MeasuringEngine(ExitStack):
 def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
     """An engine with sparse decode that takes token ids; `CalibrationError` if it does not start.
     Without a GPU it has room for four sequences of full length."""
-    import sglang
     import torch
 
     defaults: dict[str, Any] = {
         "attention_backend": BACKEND,
         "skip_tokenizer_init": True,
-        "log_level": "error",
-        "custom_sigquit_handler": _raise_failed_start,
         # A prefill pass replayed from a CUDA graph would not run the comparison.
         "disable_prefill_cuda_graph": True,
     }
@@ -94,37 +88,20 @@ def running_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any
         defaults["dtype"] = dtype
     if not torch.cuda.is_available():
         defaults["max_total_tokens"] = 4 * int(engine_args.get("context_length", 4096))
-    keep_warnings()
     try:
-        engine = sglang.Engine(model_path=model_path, **(defaults | engine_args))
+        arguments = {"model_path": model_path} | defaults | engine_args
+        engine = start_engine(arguments, on_death=stop_waiting)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise CalibrationError(f"the engine does not start: {error}") from error
     try:
-        restore_signal_handlers(engine)
         yield engine
     finally:
         engine.shutdown()
 
 
-def restore_signal_handlers(engine: Any) -> None:
-    """Make a call that waits for the engine raise `RuntimeError` if a process of it dies, and keep
-    this process's handler of SIGTERM. SGLang's own handlers kill this process without a message,
-    wait for all requests, and miss a signal while no call waits, also after the engine's end."""
-    from sglang.srt.managers.tokenizer_manager import SignalHandler
-
-    class StopLoop(SignalHandler):
-        def running_phase_sigquit_handler(
-            self, signum: int | None = None, frame: FrameType | None = None
-        ) -> None:
-            engine.loop.stop()
-
-    engine.tokenizer_manager.signal_handler_class = StopLoop
-    handlers = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-    engine.loop.run_until_complete(replace_signal_handlers(engine, handlers))
-
-
-def _raise_failed_start(signum: int, frame: FrameType | None) -> None:
-    raise RuntimeError("a process of it failed; its traceback is above")
+def stop_waiting(engine: Any) -> None:
+    """Make the call that waits for the engine, or the next one, raise `RuntimeError`."""
+    engine.loop.call_soon_threadsafe(engine.loop.stop)
 
 
 def measure(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.calibration import CalibrationError, measure
-from sparrow_sglang.calibration.job import Job
+from sparrow_sglang.calibration.job import INT4, Job
 from sparrow_sglang.calibration.prompts import UNSCORED, Prompt
 from sparrow_sglang.calibration.rule import (
     RuleChoice,
@@ -42,6 +42,9 @@ def with_chosen_rule(job: Job, measuring: measure.MeasuringEngine) -> Job:
     Raises `CalibrationError` as `MeasuringEngine.measure_missing` does."""
     hf_config, context = job.hf_config, job.context
     layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
+    if job.options.rule == INT4:
+        rule = SelectionRule(landmark_bits=4)
+        return _with_rule(job, RuleChoice(rule, tuple(partial), {}, tuple(partial)))
     whole = [layer for layer in range(layers) if layer not in partial]
     longest = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i].input_ids))
     prompts = [job.prompts[i] for i in sorted(longest[:PROMPTS])]

@@ -134,7 +134,7 @@ def check_schedule(
     for index in sorted({*tails, *of_schedule}):
         # Lengths count in whole pages, so the longest one of a bin ends before the next bin's page.
         start, longest = index * width, ((index + 1) * width - 1) // page * page
-        budget = schedule.kv_budget_tokens(max(1, start))
+        budget = schedule.budget_at(max(1, start))
         row = {"bin": index, "first_position": start, "budget_tokens": budget, "tokens": 0}
         tail = tails.get(index)
         if tail is not None:

@@ -187,6 +187,8 @@ def choose_rule(
 
 
 def describe_rule(choice: RuleChoice) -> str:
+    if not choice.evidence:
+        return f"selection rule: {choice.selection}"
     order = np.argsort([-value for value in choice.evidence["sensitivity"]], kind="stable")
     most = ", ".join(f"{i} ({choice.evidence['sensitivity'][i]:.3f})" for i in order[:3].tolist())
     kept = [share for layer in choice.evidence["variance_kept"] for share in layer]

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.job import (
+    CALIBRATED,
     DEFAULT_TARGET,
     PROMPTS_PER_BIN,
     PUBLISHED,
@@ -76,7 +77,8 @@ def add_parser(subparsers: Any) -> None:
     add("--budgets", type=int, nargs="+", default=(), help=budgets)
     rule = (
         "calibrated (default, except with linear attention): int4 landmarks, layer budgets and"
-        " dense layers measured for the model. published: as in the paper"
+        " dense layers measured for the model. int4: int4 landmarks, the same budget in each layer."
+        " published: as in the paper"
     )
     add("--rule", choices=RULES, default=default.rule, help=rule)
     tokens = f"tokens per page (default {PAGE_SIZE})"
@@ -132,7 +134,7 @@ def _calibrate(options: CalibrationOptions) -> int:
 def _announce(job: Job) -> None:
     prompts = {sample.prompt.name: len(sample.prompt.input_ids) for sample in job.samples}
     before = ""
-    if not job.schedules and job.options.rule != PUBLISHED:
+    if not job.schedules and job.options.rule == CALIBRATED:
         before = f", after {PROMPTS} for each layer that choose the selection rule"
     _require_enough(job)
     print(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from sparrow_sglang import noise
 from sparrow_sglang.command_line import OneLineParser
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.json_values import shortened
+from sparrow_sglang.processes import shield_children
 
 DESCRIPTION = """\
 Faster decode on stock SGLang. Sparse decode: each generated token reads a budget of KV pages, which
@@ -117,7 +117,7 @@ def parser_for(named: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 if it failed, 2 if the command line is wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    noise.suppress()
+    shield_children()
     command, *rest = arguments or [""]
     title, module = f"sparrow {command}", f"sparrow_sglang.commands.{command}"
     passed_on = command == "serve" or (command == "doctor" and not {"-h", "--help"} & set(rest))

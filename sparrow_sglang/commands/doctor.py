@@ -5,25 +5,20 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
 from sparrow_sglang.commands.plan import ACCEPTANCE, BATCH, NO_GAIN, Plan
-from sparrow_sglang.commands.serve import (
-    check_flags,
-    check_model,
-    check_port,
-    parse_server_args,
-    with_defaults,
-)
+from sparrow_sglang.commands.serve import check_flags, parse_server_args, with_defaults
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import shortened
-from sparrow_sglang.models import ModelError
+from sparrow_sglang.models import ModelError, missing_weights
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import DEFAULT_GPU, GPUS
-from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
-from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
 from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
@@ -100,14 +95,10 @@ def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
         # The demo model, which was not requested, may be missing.
         yield Check("FAIL" if argv else "note", "model", str(error))
         return
-    for name, check in (("flags", check_flags), ("port", check_port), ("model", check_model)):
-        try:
-            check(arguments)
-        except ScheduleError as error:
-            yield Check("FAIL", "schedule", str(error))
-        except ValueError as error:
-            yield Check("FAIL", name, str(error))
-            return
+    try:
+        check_flags(arguments)
+    except ValueError as error:
+        yield Check("FAIL", "flags", str(error))
 
 
 def _check_plugin() -> Check:
@@ -146,7 +137,6 @@ def _check_platform() -> Check:
 
 def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import describe_schedule
 
     try:
         # SGLang's own start-up messages would drown the report.
@@ -163,12 +153,17 @@ def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
         return
     model_config = read_model_config(server_args)
     hf_config = model_config.hf_config
+    folder = Path(server_args.model_path)
+    if folder.is_dir() and server_args.load_format != "dummy":
+        if problem := missing_weights(folder):
+            yield Check("FAIL", "model", problem)
+            return
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     schedule = resolve_schedule(server_args, hf_config)
     yield _check_kernels(server_args, model_config, schedule)
-    lossless = describe_lossless(resolved(server_args))
-    detail = f"sparse decode with {describe_schedule(schedule, hf_config, lossless)}"
+    view = resolved(server_args)
+    detail = f"sparse decode with {mode_of(view).describe(view, schedule, hf_config)}"
     if schedule.is_foreign(hf_config):
         yield Check("WARN", "schedule", f"{detail}; sparrow calibrate makes one for this model")
     else:
@@ -205,7 +200,7 @@ def _check_gain(
         return Check("note", "gain", f"not predicted: {error}")
     plan = Plan(shape, schedule, schedule, gpu, BATCH)
     longest = min(model_config.context_len, 32768)
-    if is_lossless(view := resolved(server_args)):
+    if mode_of(view := resolved(server_args)).is_dense:
         ms, drafts = plan.lossless(longest, ACCEPTANCE, view.speculative_num_draft_tokens - 1)
         gain, reason = plan.ms(longest) / ms, f"acceptance rate {ACCEPTANCE}"
         verdict = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"

@@ -22,7 +22,7 @@ from sparrow_sglang.planning.step_time import (
     step_bytes,
     step_time,
 )
-from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS
+from sparrow_sglang.plugin.names import DEFAULT_DRAFTS
 from sparrow_sglang.schedules.names import AUTO, load_schedule, read_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 
@@ -75,7 +75,7 @@ class Plan:
         sparse = step_time(self.shape, self.gpu, self.batch, cached, self.schedule)
         read = step_bytes(self.shape, 1, cached, self.schedule).read
         if read >= cached:
-            covers = f"the budget of {self.schedule.kv_budget_tokens(cached):,}"
+            covers = f"the budget of {self.schedule.budget_at(cached):,}"
             if cached <= self.schedule.dense_tokens:
                 covers = f"dense_tokens={self.schedule.dense_tokens}"
             return f"nothing is sparse at {cached:,} tokens: {covers} covers them"
@@ -91,7 +91,7 @@ class Plan:
         best = max(lengths, key=self.speedup)
         if (gain := self.speedup(best)) >= NO_GAIN:
             return f"{gain:.2f}x as fast as dense at {best:,} tokens"
-        # `plugin.dense_steps` does not time models with partial layers.
+        # `plugin.timing` does not time models with partial layers.
         timed = not self.shape.partial_layers
         why = "decodes densely where that is faster" if timed else "dense decode is as fast"
         return f"no gain up to {lengths[-1]:,} tokens: {why}"

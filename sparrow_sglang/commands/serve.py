@@ -5,31 +5,24 @@ import argparse
 import copy
 import functools
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.json_values import cut, read_object
 from sparrow_sglang.models import (
     EMBEDDED_MODEL_NAME,
-    hub_config,
-    missing_weights,
+    ModelError,
     model_folder,
     model_problem,
     path_problem,
 )
-from sparrow_sglang.plugin.lossless.refusals import LOSSLESS, describe_lossless
-from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
 from sparrow_sglang.processes import exit_on_sigterm
-from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model, schedule_spec
-from sparrow_sglang.schedules.schedule import PAGE_SIZE
 from sparrow_sglang.sglang_compat.arguments import (
     config_file_merger,
     read_model_config,
@@ -83,8 +76,6 @@ Does your model work? sparrow doctor --model-path MODEL
 
 _MODEL_FLAGS = ("--model-path", "--model")
 _ALL_FLAGS = "sparrow serve --help-all lists the flags"
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-_MODELSCOPE = "SGLANG_USE_MODELSCOPE"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,8 +93,6 @@ def _serve(argv: Sequence[str]) -> None:
     try:
         arguments = with_defaults(argv)
         check_flags(arguments)
-        check_port(arguments)
-        check_model(arguments)
         server_args = parse_server_args(arguments)
     except (ValueError, RuntimeError, OSError) as error:
         raise InputError(str(error)) from error
@@ -135,16 +124,15 @@ def _serve(argv: Sequence[str]) -> None:
 def _ready_lines(server_args: "ServerArgs") -> str:
     from sparrow_sglang.attention_backends.dense_side import dense_backend
     from sparrow_sglang.plugin.server_args import resolve_schedule
-    from sparrow_sglang.plugin.server_log import describe_schedule
 
     view, model_config = resolved(server_args), read_model_config(server_args)
     schedule = resolve_schedule(server_args, model_config.hf_config)
     name = server_args.served_model_name or server_args.model_path
-    on_gpu, lossless = view.device == "cuda", describe_lossless(view)
+    on_gpu = view.device == "cuda"
     url = f"http://{server_args.host}:{server_args.port}"
     rows = {
         "model": server_args.model_path,
-        "decode": describe_schedule(schedule, model_config.hf_config, lossless),
+        "decode": mode_of(view).describe(view, schedule, model_config.hf_config),
         "prefill": dense_backend(server_args, model_config) if on_gpu else f"torch, {view.device}",
         "request": f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d"
         f""" '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'""",
@@ -163,6 +151,8 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     if flags and not flags[0].startswith("-"):
         flags.insert(0, _MODEL_FLAGS[0])
     model = _value(flags, *_MODEL_FLAGS) or (None if "--config" in flags else EMBEDDED_MODEL_NAME)
+    if model is not None and (problem := path_problem(model)):
+        raise ModelError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
     defaults = ["--attention-backend", BACKEND, "--log-level", "warning"]
     folder = model and model_folder(model)
     if folder is None or folder == model:
@@ -185,56 +175,6 @@ def check_flags(arguments: Sequence[str]) -> None:
             near = nearest_first(word.partition("=")[0], known, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise InputError(f"unrecognized arguments: {word}{hint}; {_ALL_FLAGS}")
-
-
-def check_port(arguments: Sequence[str]) -> None:
-    """Raise `InputError` if the server could not listen; SGLang loads the model first."""
-    host, port = _value(arguments, "--host") or "127.0.0.1", _value(arguments, "--port") or "30000"
-    try:
-        if not 0 < int(port) < 65536:
-            raise OverflowError("no such port")
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as listener:
-            # As the server does, so that closed connections do not block the port.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except (OSError, UnicodeError, OverflowError) as error:
-        raise InputError(
-            f"--host {cut(host)} --port {cut(port)}: cannot listen there ({error}); expected an"
-            " address of this machine, and a free port from 1 to 65535"
-        ) from None
-
-
-def check_model(arguments: Sequence[str]) -> None:
-    """Raise `InputError` if the model's config, the schedule or the weights cannot be used. Models
-    that only SGLang can find, and flags in a --config file, are left to SGLang."""
-    model = _value(arguments, *_MODEL_FLAGS)
-    if model is None or "--config" in arguments:
-        return
-    if problem := path_problem(model):
-        raise InputError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
-    folder, config = Path(model).expanduser(), None
-    # Not `Path.exists`, which raises where a name is too long.
-    if os.path.exists(folder / "config.json"):
-        config = read_object(folder / "config.json", "a model's config.json")
-        dummy = _value(arguments, "--load-format") == "dummy"
-        if not dummy and (problem := missing_weights(folder)):
-            raise InputError(f"{_MODEL_FLAGS[0]}: {problem}")
-    elif "://" not in model and not os.path.exists(folder) and not os.environ.get(_MODELSCOPE):
-        config = read_object(hub_config(model), "a model's config.json")
-    if _value(arguments, "--attention-backend") != BACKEND:
-        return
-    # transformers fills in what a config leaves out.
-    if config is not None and any(text_config(config).get(name) is None for name in _NEEDED):
-        config = None
-    page_size = int(_value(arguments, "--page-size") or PAGE_SIZE)
-    lossless = (_value(arguments, "--speculative-algorithm") or "").upper() == LOSSLESS
-    spec = schedule_spec(_value(arguments, "--sparrow-schedule"), lossless)
-    schedule = load_schedule(spec, page_size) if spec != AUTO else None
-    if config is not None:
-        (schedule or schedule_for_model(config, page_size)).for_model(config)
 
 
 def parse_server_args(arguments: Sequence[str]) -> "ServerArgs":

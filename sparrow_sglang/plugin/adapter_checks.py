@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.scheduler_calls import ControlError
 
 if TYPE_CHECKING:

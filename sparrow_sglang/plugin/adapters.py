@@ -65,8 +65,8 @@ async def load_adapter(
     from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
     state = require_server_state(manager)
-    if state.lossless:
-        raise ControlError("lossless decoding applies no adapter: merge it into the weights")
+    if problem := state.mode.adapter_problem:
+        raise ControlError(problem)
     if not resolved(manager.server_args).enable_lora:
         raise ControlError("LoRA is off: start the server with --enable-lora")
     if manager.server_args.dp_size > 1 and not manager.server_args.enable_dp_attention:

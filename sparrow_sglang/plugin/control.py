@@ -1,40 +1,23 @@
-"""Server side of run-time control: switch the schedule, check landmarks, measure rotary pairs.
-Calls are coroutines in `ServerState.calls`; `plugin.routes` gives some a route."""
+"""The switch of the schedule, in the launching process and in every scheduler; to what a request
+names, and to the lengths that decode densely once steps have been timed."""
 
 import asyncio
 import logging
-import os
-import sys
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
-from sparrow_sglang.plugin.adapters import adapter
-from sparrow_sglang.plugin.audit.auditor import Auditor
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
-from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
-from sparrow_sglang.plugin.refusals import uses_sparrow
-from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.scheduler_calls import (
     ControlError,
     RanksDisagreeError,
     call_schedulers,
-    drained,
-    gather_tp,
     idle,
     rank_name,
     scheduler_rpc,
 )
-from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.plugin.server_log import announce, describe_schedule
+from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import ServerState, require_scheduler_state, require_server_state
 from sparrow_sglang.schedules.names import fixed_tokens, known_schedules, load_schedule
-from sparrow_sglang.schedules.options import ATTRIBUTE
 from sparrow_sglang.schedules.schedule import DENSE, DRAFTS, BudgetSchedule, ScheduleError
 from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.validation import nearest_first
@@ -46,37 +29,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sparrow_sglang")
 
 _CALL = "schedule"
-_CHECK = "landmarks"
 _MEASURE = "measure"
-_PAIRS = "pairs"
-
-
-def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook: attach the state with which the launching process checks, switches and audits."""
-    server_args = manager.server_args
-    if not uses_sparrow(server_args):
-        return
-    active = resolve_schedule(server_args, manager.model_config.hf_config)
-    calls = (schedule, landmarks, pairs, adapter)
-    state = ServerState(active, active, {call.__name__: partial(call, manager) for call in calls})
-    state.lossless = is_lossless(server_args)
-    # A calibration measures schedules as they are written.
-    records = RECORD_VARIABLE in os.environ
-    state.measures_dense = resolved(server_args).device == "cuda" and not records
-    rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
-    if rate or server_args.enable_metrics:
-        log = None if folder is None else MismatchLog(Path(folder))
-        state.auditor = Auditor(manager, rate, active, log, state.released)
-    setattr(manager, ATTRIBUTE, state)
-    http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if http_server is not None:
-        add_routes(http_server.app)
 
 
 async def measure_once(manager: "TokenizerManager") -> None:
-    """Before the first request, have short sequences decode densely where that is faster. With
-    lossless decoding, have rounds draft as many tokens as pay. Data-parallel replicas take the
-    largest length that one of them has measured."""
+    """Before the first request, have short sequences decode densely where that is faster, or rounds
+    draft as many tokens as pay. Data-parallel replicas take the largest length that one of them has
+    measured."""
     state = require_server_state(manager)
     if state.measuring is None:
         if not state.measures_dense or state.released:
@@ -103,13 +62,7 @@ async def _measure_all(manager: "TokenizerManager") -> None:
 
 @scheduler_rpc(_MEASURE)
 def _measure(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    if require_scheduler_state().lossless:
-        scheduler.model_worker.measure()
-        return {"tokens": 0}
-    from sparrow_sglang.plugin.dense_steps import measure_dense_tokens
-
-    tokens = measure_dense_tokens(scheduler.tp_worker.model_runner)
-    return {"tokens": gather_tp(scheduler, tokens)[0]}
+    return {"tokens": require_scheduler_state().mode.measure(scheduler)}
 
 
 async def schedule(
@@ -151,7 +104,7 @@ async def schedule(
         previous = state.schedule
         await _switch_all(manager, previous, new)
         state.switch(new)
-        if state.lossless and state.measures_dense and not state.released:
+        if state.mode.times_each_schedule and state.measures_dense and not state.released:
             await _measure_all(manager)
     return _answer(new, previous, hf_config)
 
@@ -160,17 +113,6 @@ def require_seconds(timeout_s: Any) -> None:
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not (is_number and timeout_s > 0):
         raise ControlError(f"timeout_s={quoted(timeout_s)}: expected seconds, more than 0")
-
-
-async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dict[str, Any]:
-    """Recompute every landmark in use and compare, while no request runs; a debugging aid. New
-    requests wait meanwhile, and the check at most `timeout_s` for the running ones. Returns
-    `pages`, the number of pages whose landmarks are right. Raises `ControlError` on the first wrong
-    landmark, or if requests still run."""
-    require_seconds(timeout_s)
-    async with drained(manager, "a check of landmarks", timeout_s):
-        by_rank = await call_schedulers(manager, _CHECK, {})
-    return {"pages": sum(answer["pages"] for answer in by_rank.values())}
 
 
 async def _switch_all(
@@ -215,14 +157,6 @@ def _fields(schedule: BudgetSchedule) -> dict[str, Any]:
     return schedule.model_dump(mode="json")
 
 
-@scheduler_rpc(_CHECK)
-def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    from sparrow_sglang.attention_backends.landmark_check import check_landmarks, live_pages
-
-    check_landmarks(scheduler)
-    return {"pages": len(live_pages(scheduler))}
-
-
 @scheduler_rpc(_CALL)
 def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """Load the schedule of the message, if it has one; return the active one."""
@@ -232,11 +166,9 @@ def _switch(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
         budgets.load(schedule)
         if schedule == previous.dense_below(schedule.dense_tokens):
             return fields
-        lossless = describe_lossless(resolved(scheduler.server_args))
-        announce(
-            f"{rank_name(scheduler)}: schedule {previous.name} is replaced:"
-            f" {describe_schedule(schedule, scheduler.model_config.hf_config, lossless)}"
-        )
+        view, hf_config = resolved(scheduler.server_args), scheduler.model_config.hf_config
+        line = require_scheduler_state().mode.describe(view, schedule, hf_config)
+        announce(f"{rank_name(scheduler)}: schedule {previous.name} is replaced: {line}")
     return _fields(budgets.schedule)
 
 
@@ -257,48 +189,3 @@ def _schedule(schedule: Any, state: ServerState, hf_config: Any) -> BudgetSchedu
         f"schedule={quoted(schedule, 60)}: expected a schedule's fields, {DENSE!r},"
         f" fixed-<tokens>, {first.name}, or a shipped name, such as {', '.join(nearest)}"
     )
-
-
-async def pairs(manager: "TokenizerManager", landmark_tokens: int | None = None) -> dict[str, Any]:
-    """Start measuring with landmarks of `landmark_tokens`; None ends it and returns the sums, in
-    `layers` rows [KV heads][D/2] for each layer that keeps landmarks, see `PairVariances`. Raises
-    `ControlError` if no measurement was started."""
-    fields = {} if landmark_tokens is None else {"landmark_tokens": landmark_tokens}
-    replicas = [a["layers"] for a in (await call_schedulers(manager, _PAIRS, fields)).values()]
-    return {
-        "layers": {
-            layer: np.sum([replica[layer] for replica in replicas], 0).tolist()
-            for layer in replicas[0]
-        }
-    }
-
-
-@scheduler_rpc(_PAIRS)
-def _pairs(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from sparrow_sglang.attention_backends.backend import sparrow_backend
-    from sparrow_sglang.attention_backends.pair_variance import PairVariances
-
-    backend = sparrow_backend(scheduler.tp_worker.model_runner)
-    req_to_token = scheduler.req_to_token_pool.req_to_token
-    if fields:
-        backend.pair_variances = PairVariances(fields["landmark_tokens"], req_to_token)
-        return {"layers": {}}
-    measured, backend.pair_variances = backend.pair_variances, None
-    if measured is None:
-        raise ControlError("landmark_tokens=None: expected a number first, to start a measurement")
-    if req_to_token.is_cuda:
-        # The last forward pass may still run, on another stream.
-        torch.cuda.synchronize(req_to_token.device)
-    local = {layer: sums.cpu().numpy() for layer, sums in sorted(measured.sums.items())}
-    gathered = gather_tp(scheduler, (backend.kv_heads, local))
-    # A KV head's query heads may lie on several ranks.
-    num_heads = max(heads.stop for heads, _ in gathered)
-    layers = {}
-    for layer, rows in local.items():
-        total = np.zeros((num_heads, rows.shape[1]))
-        for heads, sums in gathered:
-            total[heads.start : heads.stop] += sums[layer]
-        layers[str(layer)] = total.tolist()
-    return {"layers": layers}

@@ -7,8 +7,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
-from sparrow_sglang.plugin.scheduler_calls import ControlError, drained, flush, is_idle
+from sparrow_sglang.plugin.scheduler_calls import ControlError, flush, is_idle, requests_blocked
+from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import ServerState, server_state
+from sparrow_sglang.sglang_compat.versions import weight_update_session
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
 
@@ -67,6 +69,37 @@ async def check_weights(call: Call, manager: Any, state: ServerState, request: A
 async def update_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """Answer with a failure where the prefix cache could not be emptied afterwards. Older
     schedulers assert that it could; newer ones fail, but serve the new weights."""
+    return await _update(call, manager, state, request)
+
+
+@_hook
+async def load_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
+    """As `update_weights`. From 0.5.21 on SGLang loads tensors only between `begin_weight_update`
+    and `end_weight_update`, which trainers for older ones do not call: then each call is an update
+    of its own."""
+
+    async def update_of_its_own() -> Any:
+        answer = await weight_update_session(manager, "begin")
+        if not answer[0]:
+            return answer
+        try:
+            answer = await call()
+        finally:
+            ended = await weight_update_session(manager, "end")
+        return ended if answer[0] and not ended[0] else answer
+
+    if state.weight_update is not None or not hasattr(manager, "begin_weight_update"):
+        return await _update(call, manager, state, request)
+    _announce_update()
+    return await _update(update_of_its_own, manager, state, request)
+
+
+@functools.cache
+def _announce_update() -> None:
+    announce("weights arrive without begin_weight_update: each call is a whole update")
+
+
+async def _update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     async with _without_scores(state, new_weights=True):
         problem = await _update_problem(manager, state, request)
         if problem is None:
@@ -109,7 +142,7 @@ async def release_memory(call: Call, manager: Any, state: ServerState, request: 
     async with _without_scores(state):
         if not manager.is_pause and await manager.model_update_lock.is_locked():
             raise ControlError("memory was not released: requests are running; let them finish")
-        async with drained(manager, "a release of memory") as wait_s:
+        async with requests_blocked(manager, "a release of memory") as wait_s:
             if tags & state.released or not await is_idle(manager, wait_s, retracted=True):
                 raise ControlError(f"tags={sorted(tags)}: released already, or requests hold KV")
             answer = await call()
@@ -143,7 +176,7 @@ async def _update_problem(manager: Any, state: ServerState, request: Any) -> str
         return None
     if request.abort_all_requests:
         manager.abort_request(abort_all=True)
-    async with drained(manager, "a weight update") as wait_s:
+    async with requests_blocked(manager, "a weight update") as wait_s:
         if not await is_idle(manager, wait_s, retracted=True):
             return "requests hold KV of the old weights; abort them, or pass flush_cache=false"
     return None

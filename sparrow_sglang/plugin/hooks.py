@@ -1,8 +1,7 @@
 """The table of hooks: which functions of SGLang are changed, by which of ours, and how. SGLang's
 plugin framework puts a function of ours BEFORE, AFTER or AROUND one of its own, or in its place
 (REPLACE). Except for `CPU_HOOKS`, which belong to our CPU platform, all do nothing in a process
-with another attention backend. `LOSSLESS_HOOKS`, of which one runs for each token of each request,
-are applied in schedulers of lossless decoding only."""
+with another attention backend. `Mode.hooks` are applied in schedulers of that mode only."""
 
 import inspect
 import operator
@@ -10,20 +9,20 @@ from collections.abc import Iterable
 
 from sparrow_sglang.plugin import (
     adapter_checks,
-    control,
+    attach,
     control_guards,
     exact_acceptance,
+    memory,
     request_hooks,
     scheduler_calls,
     scheduler_hooks,
 )
 from sparrow_sglang.plugin.cpu import fallbacks
-from sparrow_sglang.plugin.state import Hook
+from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.sglang_compat.versions import located, resolve_target
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_REQ = "sglang.srt.managers.schedule_batch.Req"
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
 _TEXT = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
@@ -40,7 +39,7 @@ _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 # fmt: off
 HOOKS = tuple(Hook(*row) for row in (
     # The launching process: run-time control, then each request on its way in and out.
-    (f"{_MANAGER}.__init__", "AFTER", control.attach_server),
+    (f"{_MANAGER}.__init__", "AFTER", attach.attach_server),
     (f"{_MANAGER}.generate_request", "AROUND", request_hooks.wrap_generate_request, "obj"),
     (f"{_MANAGER}._create_tokenized_object", "AFTER", request_hooks.check_request, "obj"),
     (f"{_CHAT}._build_chat_response", "AFTER", request_hooks.report_in_response, "request ret"),
@@ -58,19 +57,19 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MANAGER}.flush_cache", "AROUND", control_guards.flush_cache),
     (f"{_MANAGER}.check_weights", "AROUND", control_guards.check_weights),
     (f"{_MANAGER}.update_weights_from_disk", "AROUND", control_guards.update_weights, "obj"),
-    (f"{_MANAGER}.update_weights_from_tensor", "AROUND", control_guards.update_weights, "obj"),
-    (f"{_MANAGER}.update_weights_from_distributed", "AROUND", control_guards.update_weights, "obj"),
+    (f"{_MANAGER}.update_weights_from_tensor", "AROUND", control_guards.load_weights, "obj"),
+    (f"{_MANAGER}.update_weights_from_distributed", "AROUND", control_guards.load_weights, "obj"),
     (f"{_MANAGER}.update_weights_from_ipc", "AROUND", control_guards.update_weights, "obj"),
     (f"{_MANAGER}.begin_weight_update", "AROUND", control_guards.begin_weight_update),
     (f"{_MANAGER}.end_weight_update", "AROUND", control_guards.end_weight_update),
     (f"{_MANAGER}.release_memory_occupation", "AROUND", control_guards.release_memory, "obj"),
     (f"{_MANAGER}.resume_memory_occupation", "AROUND", control_guards.resume_memory, "obj"),
     # Schedulers: memory, then each request from its prefill to its end.
-    (f"{_POOL}._compute_cell_size", "AFTER", scheduler_hooks.reserve_landmarks,
+    (f"{_POOL}._compute_cell_size", "AFTER", memory.reserve_landmarks,
      "kvc|mr num_layers"),
-    (f"{_POOLS}.__init__", "AFTER", scheduler_hooks.reserve_landmarks_beside_windows, "kvc|mr"),
+    (f"{_POOLS}.__init__", "AFTER", memory.reserve_landmarks_beside_windows, "kvc|mr"),
     (f"{_CONFIGURATOR}._profile_available_bytes", "AFTER",
-     scheduler_hooks.reserve_decode_buffers, "pre_model_load_memory"),
+     memory.reserve_decode_buffers, "pre_model_load_memory"),
     (f"{_FORWARD_BATCH}.init_new", "AFTER", scheduler_hooks.remember_options,
      "batch model_runner"),
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
@@ -82,15 +81,11 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_SCHEDULER}.handle_dumper_control", "AROUND", scheduler_calls.answer_call, "recv_req"),
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER",
+     memory.prepare_model),
     # Schedulers: the audit, and exact acceptance rates.
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),
-))
-
-LOSSLESS_HOOKS = tuple(Hook(*row) for row in (
-    (f"{_REQ}.update_finish_state", "AROUND", scheduler_hooks.finish_by_token, "new_accepted_len"),
-    ("sglang.srt.session.session_controller.Session.create_req", "BEFORE",
-     scheduler_hooks.end_turns_at_their_stop),
 ))
 
 CPU_HOOKS = tuple(Hook(*row) for row in (
@@ -106,6 +101,8 @@ CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.distributed.bootstrap._init_cpu_threads_env", "REPLACE", fallbacks.prepare_rank),
     ("sglang.srt.utils.numa_utils.init_threads_binding", "REPLACE", fallbacks.no_binding),
     (f"{_WEIGHTS}.release_memory_occupation", "AROUND", fallbacks.without_accelerator),
+    ("sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", "AROUND",
+     fallbacks.without_streams),
     (f"{_LORA}.__init__", "AROUND", fallbacks.without_pinned_memory),
     (f"{_LORA}.load_lora_adapter", "AROUND", fallbacks.without_pinned_memory),
     (f"{_LORA}.load_lora_adapter_from_tensors", "AROUND", fallbacks.without_pinned_memory),

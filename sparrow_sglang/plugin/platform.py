@@ -7,15 +7,15 @@ import os
 
 import torch
 
-from sparrow_sglang import noise
 from sparrow_sglang.plugin import server_args
+from sparrow_sglang.processes import ignore_sigint_if_shielded
 
 CPU_PLATFORM = "sparrow_sglang.plugin.cpu.platform:SparrowCpuPlatform"
 
 
 def activate() -> str | None:
     """Qualified name of the CPU platform, or None where SGLang has a platform of its own."""
-    noise.suppress_if_inherited()
+    ignore_sigint_if_shielded()
     server_args.install_on_import()
     # The variable selects SGLang's own CPU engine, which needs Intel AMX.
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or has_accelerator():

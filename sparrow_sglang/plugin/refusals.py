@@ -23,11 +23,8 @@ from sparrow_sglang.hf_config import (
     window_layers,
 )
 from sparrow_sglang.plugin.layer_refusals import layer_problems
-from sparrow_sglang.plugin.lossless.refusals import (
-    LOSSLESS,
-    lossless_argument_problems,
-    lossless_model_problems,
-)
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND, LOSSLESS
 from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_compat.arguments import attention_backends, attention_tp_size, resolved
 from sparrow_sglang.sglang_compat.install import LOCKED, installed_version, version_problems
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
-
-BACKEND = "sparrow"
 
 _PAST_THE_BACKEND = "KV would enter the pool without passing the backend, so landmarks go stale"
 _NO_CHECKS = "request options would not be validated, nor what was read reported"
@@ -149,11 +144,6 @@ _ENVIRONMENT = {
 }
 
 
-def uses_sparrow(server_args: "ServerArgs") -> bool:
-    """Whether this backend is selected for prefill, decode or both."""
-    return BACKEND in attention_backends(server_args)
-
-
 def server_problems(server_args: "ServerArgs") -> list[str]:
     """Problems that the arguments alone show; works before and after SGLang resolves them."""
     # Without a supported SGLang the fields that are checked here may not exist.
@@ -185,7 +175,7 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
             flag = f"--{refusal.field.replace('_', '-')}"
             fix = f"pass {flag} {refusal.allowed}" if refusal.allowed else f"remove {flag}"
             problems.append(f"{refusal.field}={value!r}: {refusal.why}; {fix}")
-    problems += lossless_argument_problems(server_args)
+    problems += mode_of(server_args).argument_problems(server_args)
     problems += _audit_problems(server_args)
     # A string or a mapping until SGLang has parsed it; neither has the attribute.
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
@@ -354,12 +344,12 @@ def device_problems(
     view: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
 ) -> list[str]:
     """What the kernels and the dense side cannot compute, of resolved arguments."""
-    lossless = lossless_model_problems(view, model_config)
+    problems = mode_of(view).model_problems(model_config)
     if view.device == "cuda":
         kernels = kernel_problems(view, model_config) + rule_problems(schedule)
-        return lossless + kernels + dense_problems(view, model_config)
+        return problems + kernels + dense_problems(view, model_config)
     fields = {DENSE_FIELD: getattr(view, DENSE_FIELD), "quantization": model_config.quantization}
-    return lossless + [
+    return problems + [
         f"{field}={value!r}: expected none on {view.device}: it requires a GPU"
         for field, value in fields.items()
         if value is not None

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.plugin import adapter_checks, server_args
 from sparrow_sglang.plugin.exact_acceptance import record_size
+from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
     HOOKS,
-    LOSSLESS_HOOKS,
     failing_probes,
     is_applied,
     register_hooks,
 )
 from sparrow_sglang.plugin.layer_refusals import unknown_attributes
-from sparrow_sglang.plugin.lossless.refusals import describe_lossless, is_lossless
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.refusals import (
-    BACKEND,
     device_problems,
     model_problems,
     not_registered,
@@ -27,12 +27,11 @@ from sparrow_sglang.plugin.refusals import (
     runner_problems,
     server_problems,
 )
-from sparrow_sglang.plugin.server_log import announce, describe_schedule
-from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
+from sparrow_sglang.plugin.server_log import announce
+from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.sglang_compat.install import (
     INSTALL,
-    LOCKED,
     SUPPORTED,
     installed_version,
     version_problems,
@@ -52,13 +51,12 @@ def register() -> None:
     try:
         refuse(version_problems())
         server_args.install()
-        if installed_version() == LOCKED:
-            from sparrow_sglang.plugin.lossless import algorithm
-
-            algorithm.register()
         from sglang.srt.platforms import current_platform
 
         from sparrow_sglang.plugin.cpu.platform import SparrowCpuPlatform
+        from sparrow_sglang.plugin.lossless import algorithm
+
+        algorithm.register()
 
         on_cpu = isinstance(current_platform, SparrowCpuPlatform)
         PROCESS.hooks = HOOKS + CPU_HOOKS if on_cpu else HOOKS
@@ -74,8 +72,9 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     `RuntimeError` if the plugin did not load as a whole, `InputError` on what is refused."""
     refuse(version_problems())
     view, model_config = resolved(runner.server_args), runner.model_config
-    if PROCESS.error is None and is_lossless(view):
-        _hook_lossless()
+    mode = mode_of(view)
+    if PROCESS.error is None and mode.hooks:
+        _add_hooks(mode.hooks)
     require_registration()
     refuse(server_problems(view))
     refuse(model_problems(model_config))
@@ -86,7 +85,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     if rank.tp_rank == rank.pp_rank == 0 and not rank.dp_rank:
         if installed_version() not in SUPPORTED:
             announce(f"SGLang {installed_version()} has not been tested, but all hooks fit into it")
-        line = describe_schedule(schedule, model_config.hf_config, describe_lossless(view))
+        line = mode.describe(view, schedule, model_config.hf_config)
         if runner.device == "cuda":
             line += f"; prefill by {dense_backend(runner.server_args, model_config)}"
         announce(f"sparse decode with {line}")
@@ -100,7 +99,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
         backend.budgets,
         backend.decode_guard,
         record=record_size(runner.server_args, model_config),
-        lossless=is_lossless(view),
+        mode=mode,
     )
     return backend
 
@@ -124,10 +123,10 @@ def require_registration() -> None:
         )
 
 
-def _hook_lossless() -> None:
+def _add_hooks(hooks: tuple[Hook, ...]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    refuse(probe_problems(LOSSLESS_HOOKS))
-    register_hooks(LOSSLESS_HOOKS)
+    refuse(probe_problems(hooks))
+    register_hooks(hooks)
     HookRegistry.apply_hooks()
-    PROCESS.hooks += LOSSLESS_HOOKS
+    PROCESS.hooks += hooks

@@ -32,7 +32,7 @@ FREE_LOGPROBS = 20
 
 UNREADABLE = (
     *(TypeError, AttributeError, LookupError, ArithmeticError),
-    *(re.error, msgspec.MsgspecError),
+    *(re.error, RecursionError, msgspec.MsgspecError),
 )
 """Errors that SGLang raises, besides ValueError, on fields of a wrong type or form."""
 
@@ -140,46 +140,47 @@ def _require_logprobs(
         )
 
 
-_MANY = 8
-"""A part of a regular expression that may repeat as often counts as unbounded."""
+_MAX_WAYS = 64
+"""Largest number of ways through the alternatives and optional parts of a regular expression."""
 
 
 def regex_problem(pattern: str) -> str | None:
     """Why `re` may need exponential time to search for `pattern`; None if it does not. SGLang
     searches the whole response in the scheduler, after each step."""
-    if _is_slow(_parser.parse(pattern), 1, False)[0]:
-        return "expected no unbounded repeats that are nested, or next to each other"
-    return None
+    try:
+        ways, repeats = _ways(_parser.parse(pattern))
+    except RecursionError:
+        return "expected fewer nested groups"
+    if repeats <= 1 and ways <= _MAX_WAYS:
+        return None
+    return (
+        "expected one repeat at most besides '?', without alternatives or '?' in it, and at most"
+        f" {_MAX_WAYS} ways through those outside of it"
+    )
 
 
-def _is_slow(parts: Any, repeats: int, follows: bool) -> tuple[bool, bool]:
-    """Whether parts that repeat up to `repeats` times can match one text in very many ways.
-    `follows`: an unbounded repeat precedes, with nothing between that must match. The second result
-    says the same of what comes after the parts."""
-    slow = False
+def _ways(parts: Any) -> tuple[float, int]:
+    """Ways through the choices of a parsed expression, and its repeats besides `?`."""
+    ways, repeats = 1.0, 0
     for kind, argument in parts:
         name = str(kind)
+        bodies = (
+            argument[1]
+            if name == "BRANCH"
+            else argument
+            if isinstance(argument, tuple)
+            else [argument]
+        )
+        inner = [_ways(body) for body in bodies if isinstance(body, _parser.SubPattern)]
+        repeats += sum(count for _, count in inner)
         if name.endswith("_REPEAT"):
-            least, most, body = argument
-            many = most >= _MANY
-            inner, open_end = _is_slow(body, max(repeats, most), follows)
-            slow |= inner or (many and (follows or repeats > 1))
-            slow |= least != most and repeats >= _MANY
-            follows = many or open_end or (follows and least == 0)
-        elif name in ("SUBPATTERN", "ATOMIC_GROUP"):
-            body = argument[-1] if name == "SUBPATTERN" else argument
-            inner, follows = _is_slow(body, repeats, follows)
-            slow |= inner
-        elif name in ("BRANCH", "GROUPREF_EXISTS"):
-            bodies = argument[1] if name == "BRANCH" else [body for body in argument[1:] if body]
-            branches = [_is_slow(body, repeats, follows) for body in bodies]
-            slow |= repeats >= _MANY or any(inner for inner, _ in branches)
-            follows = any(open_end for _, open_end in branches)
-        elif name.startswith("ASSERT"):
-            slow |= _is_slow(argument[1], repeats, False)[0]
-        elif name != "AT":
-            follows = False
-    return slow, follows
+            is_optional = argument[:2] == (0, 1)
+            inside = inner[0][0]
+            ways *= 1 + inside if is_optional else 1 if inside == 1 else math.inf
+            repeats += not is_optional
+        elif inner:
+            ways *= sum(way for way, _ in inner)
+    return ways, repeats
 
 
 def _round_trip_error(request: Any) -> Exception | None:

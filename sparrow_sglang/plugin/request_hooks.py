@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RATES
 from sparrow_sglang.plugin.control import measure_once
-from sparrow_sglang.plugin.lossless.refusals import require_lossless
 from sparrow_sglang.plugin.request_checks import (
     UNREADABLE,
     require_samples,
@@ -83,8 +82,7 @@ def check_request(
     # An embedding request has no such fields; SGLang rejects it later.
     if hasattr(request, "top_logprobs_num"):
         require_servable(request, manager.model_config.vocab_size, manager.context_len)
-        if state.lossless:
-            require_lossless(request, request_state(original).option)
+        state.mode.require_servable(request, request_state(original).option)
 
 
 def report_in_response(

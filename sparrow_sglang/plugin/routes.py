@@ -21,7 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _PREFIX = "/sparrow/"
-_CALLS = {"schedule": ["GET", "POST"], "adapter": ["POST"], "landmarks": ["POST"]}
+CALLS = {"schedule": ["GET", "POST"], "adapter": ["POST"]}
 _GENERATE = ("sampling_params", "custom_params")
 _OPENAI = ("custom_params",)
 _CHECKED: dict[str, tuple[str, ...] | None] = {
@@ -56,7 +56,7 @@ def add_routes(app: "FastAPI") -> None:
 
         return handle
 
-    for name, methods in _CALLS.items():
+    for name, methods in CALLS.items():
         handle = auth_level(AuthLevel.ADMIN_OPTIONAL)(handler(name))
         app.add_api_route(_PREFIX + name, handle, methods=methods)
 

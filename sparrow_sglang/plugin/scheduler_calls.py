@@ -86,10 +86,10 @@ async def is_idle(
 
 
 @asynccontextmanager
-async def drained(
+async def requests_blocked(
     manager: "TokenizerManager", what: str, timeout_s: float | None = None
 ) -> AsyncIterator[float]:
-    """Within this context no request is answered and new ones are held back. Waits for the running
+    """Within this context no request is answered and new ones are blocked. Waits for the running
     requests, unless they are paused, and logs that `what` waits. Yields how long the scheduler may
     still need until it is idle, in seconds. Raises `ControlError` if requests still run after
     `timeout_s`; new ones are served again."""
@@ -122,8 +122,8 @@ async def drained(
 async def idle(
     manager: "TokenizerManager", what: str, timeout_s: float | None = None
 ) -> AsyncIterator[None]:
-    """As `drained`; in addition, no scheduler has a request left. Raises `ControlError`."""
-    async with drained(manager, what, timeout_s) as wait_s:
+    """As `requests_blocked`, with no request left in a scheduler. Raises `ControlError`."""
+    async with requests_blocked(manager, what, timeout_s) as wait_s:
         if not await is_idle(manager, wait_s):
             reason = "requests are paused" if manager.is_pause else "SGLang is busy"
             raise ControlError(f"{what}: {reason}; abort the requests or let them finish")

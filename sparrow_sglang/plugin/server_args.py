@@ -20,16 +20,15 @@ from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_F
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.plugin.adapter_checks import check_config
-from sparrow_sglang.plugin.lossless.refusals import MAX_REQUESTS, is_lossless
+from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
 from sparrow_sglang.plugin.refusals import (
-    BACKEND,
     device_problems,
     model_problems,
     not_registered,
     rank_problems,
     refuse,
     server_problems,
-    uses_sparrow,
 )
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model, schedule_spec
@@ -71,6 +70,12 @@ FIELDS = {
         "Attention backend of SGLang for the dense passes of the attention backend 'sparrow' on a"
         f" GPU: {', '.join(DENSE_BACKENDS)}. Default: the one that SGLang itself would choose.",
     ),
+    WEIGHTS_FIELD: ServerField(
+        str,
+        AUTO,
+        f"Weights that drafts of lossless decoding use: {', '.join(DRAFT_WEIGHTS)}. fp8: copies,"
+        " kept beside the model's own. auto: copies where the GPU computes them much faster.",
+    ),
     "sparrow_audit_rate": ServerField(
         float,
         0.0,
@@ -90,7 +95,7 @@ logger = logging.getLogger(__name__)
 def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> BudgetSchedule:
     """The schedule with which a server starts. Raises `ScheduleError`."""
     view = resolved(server_args)
-    spec = schedule_spec(getattr(server_args, FIELD), is_lossless(view))
+    spec = schedule_spec(getattr(server_args, FIELD), mode_of(view).schedule)
     if spec == AUTO:
         return schedule_for_model(hf_config, view.page_size).for_model(hf_config)
     return load_schedule(spec, view.page_size).for_model(hf_config)
@@ -222,8 +227,7 @@ def _check_around_resolution(cls: Any) -> None:
             if self.page_size is None:
                 # SGLang's own default is 1; landmarks need pages.
                 self.page_size = PAGE_SIZE
-            if is_lossless(self) and self.max_running_requests is None:
-                self.max_running_requests = MAX_REQUESTS
+            mode_of(self).set_defaults(self)
         original(self)
         if sparse:
             _check_resolved(self)

@@ -36,8 +36,10 @@ def keep_warnings() -> None:
         _logger.setLevel(logging.WARNING)
 
 
-def describe_schedule(schedule: BudgetSchedule, hf_config: Any, lossless: str = "") -> str:
-    """One line on `schedule`; `lossless` is that of `describe_lossless`."""
+def describe_schedule(
+    schedule: BudgetSchedule, hf_config: Any, needs_calibration: bool = True
+) -> str:
+    """One line on `schedule`."""
     if schedule.is_dense:
         return f"schedule {schedule.name}: every step reads everything"
     budgets, rule = schedule.budget_tokens, schedule.selection
@@ -51,12 +53,11 @@ def describe_schedule(schedule: BudgetSchedule, hf_config: Any, lossless: str = 
     for kind, of_kind in kinds.items():
         if of_kind:
             layers += f", {kind} in {len(of_kind)} of {num_layers_of(hf_config)} layers"
-    # With lossless decoding no schedule changes the answers.
-    drafts = lossless and not schedule.calibrated
-    state = "needs no calibration" if drafts else schedule.describe_calibration(hf_config)
-    line = (
+    state = "needs no calibration"
+    if needs_calibration or schedule.calibrated:
+        state = schedule.describe_calibration(hf_config)
+    return (
         f"schedule {schedule.name} ({state}): KV budget {budgets[0]}..{budgets[-1]} tokens,"
         f" sparse from {schedule.first_sparse_length()} tokens on, page size {schedule.page_size},"
         f" {layers}{selection}"
     )
-    return f"{line}; {lossless}" if lossless else line

@@ -1,12 +1,14 @@
 """State that this package keeps in SGLang's launching process and in its schedulers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
+from sparrow_sglang.plugin.hook import Hook
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.schedules.options import ATTRIBUTE, RequestError, RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -32,15 +34,14 @@ class ServerState:
         weight_update: held open between SGLang's calls that begin and end an update of weights.
         has_prefixes: whether requests have arrived since the prefix cache was emptied.
         has_old_prefixes: whether weights have been updated since, too.
-        measures_dense: whether `control.measure_once` times dense steps against sparse ones, or
-            rounds of lossless decoding.
+        measures_dense: whether `control.measure_once` times steps or rounds.
         measuring: the task that does so, once the first request has arrived.
         dense_tokens: what it measured, the least `dense_tokens` of the active schedule.
     """
 
     schedule: BudgetSchedule
     first: BudgetSchedule
-    calls: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = field(default_factory=dict)
+    calls: Mapping[str, Callable[..., Awaitable[dict[str, Any]]]] = field(default_factory=dict)
     auditor: "Auditor | None" = None
     module_shapes: dict[str, tuple[int, int]] | None = None
     released: set[str] = field(default_factory=set)
@@ -48,7 +49,7 @@ class ServerState:
     weight_update: AsyncExitStack | None = None
     has_prefixes: bool = False
     has_old_prefixes: bool = False
-    lossless: bool = False
+    mode: Mode = field(default_factory=Mode)
     measures_dense: bool = False
     measuring: asyncio.Task[None] | None = None
     dense_tokens: int = 0
@@ -75,7 +76,7 @@ class SchedulerState:
     budgets: "BudgetTable"
     guard: DecodeGuard = field(default_factory=DecodeGuard)
     record: tuple[int, int] | None = None
-    lossless: bool = False
+    mode: Mode = field(default_factory=Mode)
     compared: list[tuple[int, int] | None] = field(default_factory=list)
 
     def option(self, req: "Req") -> RequestOption:
@@ -86,21 +87,6 @@ class SchedulerState:
         except RequestError:
             # The launching process refuses the request.
             return RequestOption(active)
-
-
-class Hook(NamedTuple):
-    """One hook into SGLang, a row of the table in `sparrow_sglang.plugin.hooks`.
-
-    Attributes:
-        kind: name of a HookType.
-        parameters: names of the target's first parameters that `function` reads, without self;
-            "a|b" where versions of SGLang differ, "*a" for one that may be at any position.
-    """
-
-    target: str
-    kind: str
-    function: Callable[..., Any]
-    parameters: str = ""
 
 
 @dataclass

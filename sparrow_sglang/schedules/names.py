@@ -23,11 +23,10 @@ def known_schedules() -> list[str]:
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
-def schedule_spec(flag: str | None, lossless: bool) -> str:
-    """--sparrow-schedule, else SPARROW_SCHEDULE, else "auto"; with lossless decoding "drafts"."""
+def schedule_spec(flag: str | None, auto: str) -> str:
+    """--sparrow-schedule, else SPARROW_SCHEDULE, else `auto`, as for a value of "auto"."""
     spec = str(os.environ.get(SCHEDULE_VARIABLE) or AUTO if flag is None else flag)
-    # Drafts need no calibration, and the model's own schedule reads more than pays.
-    return DRAFTS if spec == AUTO and lossless else spec
+    return auto if spec == AUTO else spec
 
 
 def load_schedule(spec: str, page_size: int) -> BudgetSchedule:

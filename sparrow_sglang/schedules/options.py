@@ -148,7 +148,7 @@ class RequestOption:
             return None, None
         if self.kv_budget_tokens is None and cached <= self.schedule.dense_tokens:
             return None, f"decode is dense up to {self.schedule.dense_tokens} tokens"
-        budget = self.schedule.kv_budget_tokens(cached)
+        budget = self.schedule.budget_at(cached)
         if self.kv_budget_tokens is not None:
             budget = min(budget, self.kv_budget_tokens)
         if read == budget:

@@ -145,7 +145,7 @@ class BudgetSchedule(BaseModel):
     def num_pages(self, seq_len: int) -> int:
         return -(-seq_len // self.page_size)
 
-    def kv_budget_tokens(self, seq_len: int) -> int:
+    def budget_at(self, seq_len: int) -> int:
         """Total budget in tokens at `seq_len` cached tokens; may exceed `seq_len`."""
         index = self.num_pages(seq_len) // self.bin_pages
         return self.budget_tokens[min(index, len(self.budget_tokens) - 1)]

@@ -16,11 +16,6 @@ from sparrow_sglang.validation import first_problem
 _MOST_PAIRS = 1024
 _MOST_LANDMARKS = 8
 _INT4_SCALE_BYTES = 2
-# What files of earlier versions name beside landmark_bits, and what it implies.
-_IMPLIED: dict[str, dict[int, tuple[Any, ...]]] = {
-    "landmark_tokens": {16: (None,), 4: (4, 8)},
-    "group_score": {16: ("mean_query",), 4: ("best_head",)},
-}
 
 PairLists = tuple[tuple[tuple[int, ...], ...], ...]
 """Indices of rotary pairs, by layer and KV head."""
@@ -64,18 +59,10 @@ class SelectionRule(BaseModel):
     layer_weights: tuple[_Weight, ...] | None = Field(default=None, min_length=1)
 
     def __init__(self, /, **fields: Any) -> None:
-        known = {name: value for name, value in fields.items() if name not in _IMPLIED}
         try:
-            super().__init__(**known)
+            super().__init__(**fields)
         except ValidationError as error:
             raise InputError(first_problem(error, type(self))) from None
-        for name in fields.keys() & _IMPLIED.keys():
-            implied = _IMPLIED[name][self.landmark_bits]
-            if fields[name] not in implied:
-                raise InputError(
-                    f"{name}={quoted(fields[name], 60)} with landmark_bits={self.landmark_bits}:"
-                    f" expected {' or '.join(map(repr, implied))}, or nothing"
-                )
 
     @model_validator(mode="after")
     def _check(self) -> "SelectionRule":

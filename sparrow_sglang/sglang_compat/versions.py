@@ -33,12 +33,9 @@ _MOVED: dict[str, str | None] = {
         "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding"
     ),
     "sglang.srt.distributed.bootstrap._init_cpu_threads_env": None,
-    # Lossless decoding is for 0.5.23 only.
+    # In 0.5.15 there is neither lossless decoding nor a dense variant of captured steps.
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": None,
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": None,
     "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls": None,
-    "sglang.srt.managers.schedule_batch.Req.update_finish_state": None,
-    "sglang.srt.session.session_controller.Session.create_req": None,
     # Until 0.5.20 weights may be loaded at any time.
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update": None,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": None,
@@ -46,6 +43,13 @@ _MOVED: dict[str, str | None] = {
     "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
 }
 """Names in older versions of targets in the table of hooks; None where they have no such target."""
+
+
+LOSSLESS_NEEDS = (
+    "sglang.srt.runtime_context.get_spec",
+    "sglang.srt.layers.logprob_processor.compute_spec_logprobs",
+)
+"""What lossless decoding calls and 0.5.15 lacks."""
 
 
 @functools.cache
@@ -196,6 +200,14 @@ def hybrid_config(model_config: "ModelConfig") -> Any:
         # Until 0.5.15 only the model runner knows, which has a pool of another class for them.
         return None
     return mambaish_config(model_config)
+
+
+def bind_slots(runner: Any, forward_batch: Any) -> None:
+    """Give a batch that `ForwardBatch.init_new` has not made its slots as the KV pool has them."""
+    translator = runner.kv_index_translator
+    # Up to 0.5.21 there is one translation, without a plan.
+    bind = getattr(translator, "bind_own_plan", None) or translator.rebind_write_loc
+    bind(forward_batch)
 
 
 def decode_may_become_prefill() -> bool:

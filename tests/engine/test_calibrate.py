@@ -19,10 +19,11 @@ from engines import save_tiny_model, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.calibration import measure, measure_rule
-from sparrow_sglang.calibration.measure import restore_signal_handlers
+from sparrow_sglang.calibration.measure import stop_waiting
 from sparrow_sglang.calibration.measure_rule import PROMPTS
 from sparrow_sglang.calibration.rule import RuleChoice, choose_rule
 from sparrow_sglang.calibration.samples import WorkFolder
+from sparrow_sglang.client.engine import keep_signals
 from sparrow_sglang.commands import cli
 from sparrow_sglang.mismatch.exact_rates import exact_rates
 from sparrow_sglang.processes import exit_on_sigterm
@@ -40,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def forked_engine(model_path: str, engine_args: dict[str, Any]) -> Iterator[Any]:
     extra = {"attention_backend": "sparrow", "max_running_requests": 40, "max_total_tokens": 12000}
     with start_engine(model_path, **(extra | engine_args)) as engine:
-        restore_signal_handlers(engine)
+        keep_signals(engine, signal.getsignal(signal.SIGTERM), stop_waiting)
         yield engine
 
 

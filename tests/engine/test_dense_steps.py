@@ -12,7 +12,7 @@ from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin import dense_steps
+from sparrow_sglang.plugin import graphs, timing
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -36,19 +36,19 @@ def test_decode_is_dense_up_to_the_first_sparse_step_that_is_not_slower(
     ratios: list[float], expected: int
 ) -> None:
     lengths = [1024, 1536, 2048][: len(ratios)]
-    assert dense_steps.crossover(lengths, ratios) == expected
+    assert timing.crossover(lengths, ratios) == expected
 
 
 def test_a_step_is_dense_only_where_every_request_reads_everything() -> None:
     budgets = BudgetTable(FIXED.dense_below(DENSE_TOKENS), 4, 8, "cpu")
-    backend = SimpleNamespace(budgets=budgets, forced=None)
-    graphs = object.__new__(dense_steps.DecodeGraphs)
-    graphs._sparrow = backend
+    backend = SimpleNamespace(budgets=budgets, dense_override=None)
+    runner = object.__new__(graphs.DecodeGraphs)
+    runner._sparrow = backend
 
     def is_dense(*lengths: int) -> bool:
         batch: Any = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64))
-        label = graphs._resolve_attention_variant(batch, len(lengths))
-        assert label in graphs.attention_graph_variants.capture_labels
+        label = runner._resolve_attention_variant(batch, len(lengths))
+        assert label in runner.attention_graph_variants.capture_labels
         return bool(backend.dense_step)
 
     assert is_dense(1, DENSE_TOKENS) and not is_dense(1, DENSE_TOKENS + 1) and not is_dense()
@@ -75,7 +75,7 @@ def planned_densely(monkeypatch: pytest.MonkeyPatch) -> None:
             backend.dense.init_forward_metadata(batch)
 
     monkeypatch.setattr(SparrowAttnBackend, "init_forward_metadata", plan_densely)
-    monkeypatch.setattr(dense_steps, "measure_dense_tokens", lambda _: DENSE_TOKENS)
+    monkeypatch.setattr(timing, "measure_dense_tokens", lambda _: DENSE_TOKENS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")

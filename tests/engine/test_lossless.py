@@ -32,18 +32,23 @@ from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin import passes
+from sparrow_sglang.plugin import forward
 from sparrow_sglang.plugin.lossless import algorithm
-from sparrow_sglang.plugin.lossless.pace import Pace
-from sparrow_sglang.plugin.lossless.refusals import lossless_model_problems
+from sparrow_sglang.plugin.lossless.draft_length import DraftLength
+from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
+from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
-from sparrow_sglang.plugin.scheduler_hooks import finish_by_token
+from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.server_args import resolve_schedule
-from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
+from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, resolved
 
-RUN = passes.run
+RUN = forward.run
 EXPERTS = mock.Mock()
-DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
+DRAFTS = {
+    "speculative_algorithm": "SPARROW",
+    "speculative_num_draft_tokens": 5,
+    "sparrow_draft_weights": "fp8",
+}
 POOL = {
     "chunked_prefill_size": 64,
     "page_size": 16,
@@ -97,7 +102,7 @@ def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
         patch.setattr(Scheduler, "require_measured", require_measured, raising=False)
         patch.setattr(Scheduler, "require_experts", require_experts, raising=False)
         patch.setattr(LosslessWorker, "measure", measure)
-        patch.setattr(passes, "run", run_within_context)
+        patch.setattr(forward, "run", run_within_context)
         arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
         with start_engine(sharp_llama, **arguments, **DRAFTS, **POOL) as engine:
             yield engine
@@ -275,6 +280,13 @@ def load_from_tensors(engine: Any, model: str) -> None:
         assert engine.update_weights_from_tensor(list(weights(model).items()))[0]
 
 
+def load_without_a_session(engine: Any, model: str) -> None:
+    """As a trainer does that knows SGLang up to 0.5.20."""
+    tensors = list(weights(model).items())
+    for part in (tensors[::2], tensors[1::2]):
+        assert engine.update_weights_from_tensor(part)[0]
+
+
 def load_from_a_process_group(engine: Any, model: str) -> None:
     """This process is rank 0 of the group."""
     from sglang.srt.utils import init_custom_process_group
@@ -325,8 +337,28 @@ def weights(model: str) -> dict[str, torch.Tensor]:
     return load_file(Path(model) / "model.safetensors")
 
 
+def test_arguments_are_resolved_before_plugins_are_loaded(
+    lossless: Any, sharp_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by verl, which launches the processes of an engine itself."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative import spec_registry
+
+    monkeypatch.delitem(spec_registry._REGISTRY, "SPARROW")
+    args = ServerArgs(model_path=sharp_llama, attention_backend="sparrow", **DRAFTS)
+    resolve(args)
+    assert resolved(args).speculative_num_steps == 4
+
+
 @pytest.mark.parametrize(
-    "load", [load_from_disk, load_from_tensors, load_from_a_process_group, load_after_a_release]
+    "load",
+    [
+        load_from_disk,
+        load_from_tensors,
+        load_without_a_session,
+        load_from_a_process_group,
+        load_after_a_release,
+    ],
 )
 def test_new_weights_draft_and_verify(
     lossless: Any, stock: Any, sharp_llama: str, tmp_path: Path, load: Callable[[Any, str], None]
@@ -342,6 +374,18 @@ def test_new_weights_draft_and_verify(
     load_from_disk(lossless, sharp_llama)
     assert answer == expected != before
     assert lossless.generate(**fields)["output_ids"] == before
+
+
+def test_copies_of_weights_follow_updates(sharp_llama: str, tmp_path: Path) -> None:
+    """Copies of the old weights would draft what the new ones reject."""
+    other = save_tiny_model(tmp_path, seed=1, spread=0.15)
+    # Drafts read the whole KV.
+    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-512", "page_size": 16}
+    with start_engine(sharp_llama, **arguments, **DRAFTS) as engine:
+        for load in (load_from_tensors, load_from_disk):
+            load(engine, other if load is load_from_tensors else sharp_llama)
+            fields = {"input_ids": random_prompt(50, 120), "sampling_params": greedy(50)}
+            assert engine.generate(**fields)["meta_info"]["spec_accept_length"] > 2
 
 
 @pytest.mark.parametrize(
@@ -420,7 +464,7 @@ def test_models_that_it_does_not_serve_are_rejected(
 
     model = save_tiny_model(tmp_path, kind)
     args = ServerArgs(model_path=model, attention_backend="sparrow", **DRAFTS)
-    problems = lossless_model_problems(args, read_model_config(args))
+    problems = mode_of(args).model_problems(read_model_config(args))
     assert any(problem in line for line in problems)
 
 
@@ -428,7 +472,7 @@ def test_models_that_it_does_not_serve_are_rejected(
 def varied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of no, one and up to four drafts in turn, in engines that are forked from now on."""
     counts = itertools.cycle((0, 1, 4, 0, 0, 3))
-    monkeypatch.setattr(Pace, "next_round", lambda *_: next(counts))
+    monkeypatch.setattr(DraftLength, "next_round", lambda *_: next(counts))
 
 
 def test_the_number_of_drafts_changes_no_greedy_answer(
@@ -559,7 +603,7 @@ def test_no_event_of_a_draft_is_left_to_the_scheduler() -> None:
     worker.model_runner = SimpleNamespace(
         decode_cuda_graph_runner="verify", attn_backend=SimpleNamespace()
     )
-    worker._draft_graphs = "drafts"
+    worker._draft_graphs, worker._weights = "drafts", DraftWeights(torch.nn.Module())
     with worker._drafting():
         assert worker.model_runner.decode_cuda_graph_runner == "drafts"
         worker.model_runner.shared_read_done_event = "of a draft"

@@ -13,7 +13,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
+DRAFTS = {
+    "speculative_algorithm": "SPARROW",
+    "speculative_num_draft_tokens": 5,
+    "sparrow_draft_weights": "fp8",
+}
 # Twice the log-prob noise of bf16 between two implementations of the same dense model.
 ROUNDING = 0.25
 

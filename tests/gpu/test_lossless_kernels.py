@@ -12,7 +12,7 @@ from kernel_step import DEVICES, INTERPRETED, rounding_of_a_gpu  # noqa: F401
 from scipy import stats
 
 from sparrow_sglang.plugin.lossless import drafts as reference
-from sparrow_sglang.plugin.lossless import kernels
+from sparrow_sglang.plugin.lossless import fp8_kernels, kernels
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -184,3 +184,41 @@ def test_first_tokens_follow_the_dense_distribution(device: str) -> None:
     assert p_value(first.tolist(), exact) > 1e-4
     # The control: drafts do not follow it.
     assert p_value(tokens.tolist(), exact) < 1e-9
+
+
+def require_quantized(quantized: fp8_kernels.Quantized, out: torch.Tensor) -> None:
+    """A scale is a 448th of the largest number of a row, and e4m3 rounds to 3 bits or steps of
+    2^-9."""
+    rows = out.double().reshape(-1, out.shape[-1]).cpu()
+    values, scales = (part.double().cpu() for part in quantized)
+    torch.testing.assert_close(scales, rows.abs().amax(1, keepdim=True) / 448, rtol=1e-6, atol=0)
+    allowed = torch.maximum(rows.abs() / 16, scales / 2**10) * 1.001
+    right = (values * scales - rows).abs() <= allowed
+    # The interpreter loses the carry where a number is rounded up to a power of two.
+    assert right.double().mean() >= (0.95 if INTERPRETED else 1)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("channels", [64, 176, 1536])
+def test_a_norm_is_quantized(device: str, rows: int, channels: int) -> None:
+    dtype = torch.bfloat16
+    x, residual = (torch.randn(2, rows, channels) * 3).to(device, dtype)
+    # A row of zeros has a scale of 0.
+    x[0], residual[0] = 0, 0
+    weight, total = torch.randn(channels).to(device, dtype), x.double() + residual.double()
+    root = (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    quantized = fp8_kernels.add_norm(x, residual, weight, 1e-6)
+    torch.testing.assert_close(residual.double(), total, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(x.double(), total / root * weight, rtol=2**-7, atol=1e-6)
+    require_quantized(quantized, x)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("channels", [64, 176, 1536])
+def test_an_activation_is_quantized(device: str, rows: int, channels: int) -> None:
+    x = (torch.randn(rows, 2 * channels) * 3).to(device, torch.bfloat16)
+    gate, up = x.double().chunk(2, -1)
+    product, quantized = fp8_kernels.silu_and_multiply(x)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(product.double(), expected, rtol=2**-7, atol=1e-6)
+    require_quantized(quantized, product)

@@ -62,6 +62,23 @@ def test_hanging_never_pays_more_than_a_wrong_answer() -> None:
         assert pool.score([group("b", 0.0, ["1", "1", "crash"])]).rewards[0] == (1, 1, -1)
 
 
+def grades_from_minus_one(prompt: Prompt, text: str) -> float:
+    if text == "hang":
+        time.sleep(600)
+    return {"right": 1.0, "close": 0.5}.get(text, -1.0)
+
+
+def test_hanging_pays_no_more_before_any_wrong_answer_and_after_a_resume() -> None:
+    lowest: dict[str, float] = {}
+    with RewardPool(grades_from_minus_one, workers=2, timeout_s=2.0, lowest=lowest) as pool:
+        groups = [group("a", 0.0, ["hang", "right", "close"])]
+        assert pool.score(groups).rewards[0] == (-1, 1, 0.5)
+    assert lowest == {"test": -1.0}
+    # A task whose function refuses empty responses.
+    with RewardPool(obey, workers=2, timeout_s=2.0, lowest=lowest) as pool:
+        assert pool.score([group("a", 0.0, ["hang", "1", "2"])]).rewards[0] == (-1, 1, 2)
+
+
 def test_what_crashes_once_is_scored_again(tmp_path: Path) -> None:
     with RewardPool(crashes_once, workers=1) as pool:
         scores = pool.score([group("a", 0.0, [str(tmp_path / "mark")])])

@@ -99,7 +99,7 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
             dense = model(torch.tensor([ids + response])).logits[0].log_softmax(-1)
         chosen = dense[len(ids) - 1 : -1][range(100), response].numpy()
         np.testing.assert_allclose(rows.dense_logprob, chosen, atol=FP32)
-        budgets = [SCHEDULE.kv_budget_tokens(length) for length in rows.position]
+        budgets = [SCHEDULE.budget_at(length) for length in rows.position]
         assert rows.kv_budget_tokens.tolist() == budgets
         sparse = contract.log_probs(ids, response)
         rates = torch.minimum(sparse.exp(), dense[len(ids) - 1 : -1].exp()).sum(-1).numpy()

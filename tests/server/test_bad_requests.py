@@ -63,6 +63,8 @@ BAD_PARAMETERS: list[dict[str, Any]] = [
     {"stop_regex": "("},
     {"stop_regex": r"(\w+\s?)+!"},
     {"stop_regex": ["a", "a*a*b"]},
+    {"stop_regex": ".{0,7}" * 12 + "\0"},
+    {"stop_regex": "(" * 2000 + "a" + ")" * 2000},
 ]
 
 

@@ -18,7 +18,7 @@ async def abort_once_running(manager: Any) -> None:
 
 def test_every_sequence_runs_to_its_own_length(tiny_qwen3: str) -> None:
     lengths = [1, 200, 17, 64, 3, 90, 16, 40]
-    requests = make_requests(lengths, prompt_tokens=40, vocab_size=256, seed=0)
+    requests = make_requests(lengths, [list(range(40))])
     with start_engine(
         tiny_qwen3,
         attention_backend="sparrow",

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 import zmq
+from landmark_check import run_scheduler
 from packaging.version import Version
 from pools import chosen_pairs
 from ports import free_port
@@ -230,7 +231,7 @@ def require_whole_pool(scheduler: Any) -> None:
 
 @contextmanager
 def weight_updates(engine: Any) -> Iterator[None]:
-    """A context in which weights may be loaded; SGLang requires it from 0.5.22 on."""
+    """A context in which weights may be loaded; SGLang requires it from 0.5.21 on."""
     for step in ("begin", "end"):
         if hasattr(engine, f"{step}_weight_update"):
             getattr(engine, f"{step}_weight_update")()
@@ -267,6 +268,7 @@ def import_for_fork() -> Any:
         gc.collect()
 
     engine._set_envs_and_config = then_fork
+    engine.Engine.run_scheduler_process_func = staticmethod(run_scheduler)
     return engine
 
 

@@ -52,6 +52,15 @@ def is_launcher(words: list[str]) -> bool:
     return any(words[: len(start)] == start for start in LAUNCHERS)
 
 
+def test_files_on_the_paths_exist() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
+    named = re.findall(r"`([\w/]+\.py)`", text)
+    folders = ("sparrow_sglang", "attention_backends", "benchmarks", "rl", "tests")
+    files = [f"/{path}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(named) > 50
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
     text = FENCE.sub("", page.read_text("utf-8"))

@@ -26,7 +26,6 @@ LAYERS = [
         "hf_config",
         "json_values",
         "models",
-        "noise",
         "processes",
         "progress",
         "provenance",

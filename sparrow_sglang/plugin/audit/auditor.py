@@ -275,7 +275,7 @@ class Auditor:
         rows["request_id"] = recorded.request_id
         rows["position"] = len(recorded.prompt) + np.arange(len(response))
         rows["token_id"] = response
-        rows["kv_budget_tokens"] = list(map(schedule.kv_budget_tokens, rows["position"].tolist()))
+        rows["kv_budget_tokens"] = list(map(schedule.budget_at, rows["position"].tolist()))
         rows["dense_logprob"] = response_logprobs(answers[-1], response)
         rows["acceptance_rate"] = [np.nan, *exact_rates(answers[-1])]
         if schedule != self.report.schedule:

@@ -61,7 +61,7 @@ class AuditReport:
         for name, labels in list(self._shown_bins):
             self._set(name, math.nan, **dict(labels))
         for index in range(0 if schedule.is_dense else len(schedule.budget_tokens)):
-            budget = schedule.kv_budget_tokens(max(1, index * schedule.bin_tokens))
+            budget = schedule.budget_at(max(1, index * schedule.bin_tokens))
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
     def add(self, prompt: str, rows: NDArray[Any]) -> None:

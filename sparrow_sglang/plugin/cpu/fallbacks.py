@@ -32,6 +32,12 @@ def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: An
         return original(*args, **kwargs)
 
 
+def without_streams(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: up to 0.5.21, SGLang keeps what rounds relay for a stream, also on a CPU."""
+    with mock.patch.object(torch.Tensor, "record_stream", lambda *_: None):
+        return original(*args, **kwargs)
+
+
 def without_accelerator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND hook: SGLang releases memory on the device that torch names; 2.14 names CUDA."""
     with mock.patch.object(torch, "get_device_module", lambda device=None: torch.cpu):

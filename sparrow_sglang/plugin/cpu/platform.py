@@ -8,7 +8,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sparrow_sglang.plugin.refusals import uses_sparrow
+from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:

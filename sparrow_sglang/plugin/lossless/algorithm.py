@@ -6,8 +6,7 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
-from sparrow_sglang.plugin.lossless.refusals import DEFAULT_DRAFTS, LOSSLESS
-from sparrow_sglang.plugin.refusals import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.names import BACKEND, DEFAULT_DRAFTS, LOSSLESS, uses_sparrow
 
 
 class SparseDrafts(CustomSpecAlgo):

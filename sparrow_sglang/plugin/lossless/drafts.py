@@ -23,11 +23,6 @@ class Outcome(NamedTuple):
     accepted: torch.Tensor
     bonus: torch.Tensor
 
-    def forced(self, rate: float, drafts: int) -> "Outcome":
-        """As if each draft had been accepted with probability `rate`, for benchmarks."""
-        chance = torch.rand(len(self.bonus), drafts, device=self.bonus.device)
-        return self._replace(accepted=(chance < rate).long().cumprod(1).sum(1))
-
     def output(self, tokens: torch.Tensor) -> torch.Tensor:
         """Accepted drafts, the bonus token and tokens to ignore, [B, rows] as `tokens` verified."""
         return tokens.roll(-1, 1).scatter_(1, self.accepted[:, None], self.bonus[:, None])

@@ -1,6 +1,5 @@
 """The worker of lossless decoding: rounds as docs/lossless.md describes them, and their timing."""
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,13 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin import passes
-from sparrow_sglang.plugin.dense_steps import DecodeGraphs
+from sparrow_sglang.plugin import forward, timing
+from sparrow_sglang.plugin.graphs import SPARSE, DecodeGraphs
+from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
+from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
-from sparrow_sglang.plugin.lossless.pace import Costs, Pace
-from sparrow_sglang.plugin.lossless.refusals import FORCED_ACCEPTANCE
+from sparrow_sglang.plugin.names import WEIGHTS_FIELD
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:
@@ -35,13 +35,26 @@ class VerifyGraphs(DecodeCudaGraphRunner):
     """Captures verifications, whose `spec_info` SGLang does not know."""
 
     def get_spec_info(self, num_tokens: int) -> Any:
-        return passes.verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
+        return forward.verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
         # SGLang compares widths only where there is a `spec_info`, which a draft has not. Replayed
         # as a verification, it would write KV to stale slots.
         verifies = forward_batch.forward_mode.is_target_verify()
         return verifies and bool(super().can_run_graph(forward_batch))
+
+
+class DraftGraphs(DecodeGraphs):
+    """Captures dense steps with the model's weights, and drafts with `weights`."""
+
+    def __init__(self, runner: Any, weights: DraftWeights) -> None:
+        self._weights = weights
+        super().__init__(runner)
+
+    def capture_one_shape(self, *arguments: Any) -> None:
+        *_, variant = arguments
+        with self._weights.in_use(variant == SPARSE):
+            super().capture_one_shape(*arguments)
 
 
 @dataclass
@@ -61,8 +74,8 @@ class RoundState(SpecInput):
     topk_p = topk_index = hidden_states = None
 
     def __post_init__(self) -> None:
-        # A type that no forward pass runs on.
-        super().__init__(SpecInputType.PP_SPEC_RELAY)
+        # A type that is neither a draft's nor a verification's.
+        super().__init__(SpecInputType.UNO_STATE)
         self.num_tokens_per_req = self.num_tokens_for_logprob_per_req = 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: Any = None) -> None:
@@ -81,12 +94,13 @@ class RoundState(SpecInput):
 class LosslessWorker(BaseSpecWorker):
     """Drafts and verifies with the served model, its KV pool and the `sparrow` backend."""
 
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+    def __init__(self, server_args: Any, target_worker: Any, **ignored: Any) -> None:
         super().__init__()
         self._target_worker, self._draft_worker = target_worker, None
         self._width = int(get_spec().speculative_num_draft_tokens)
         self._draft_graphs: Any = None
-        self._pace = Pace(self._width - 1)
+        self._draft_length = DraftLength(self._width - 1)
+        self._weights: DraftWeights = getattr(target_worker.model_runner, WEIGHTS_FIELD)
         # Drafts and requests of the rounds whose outcome is not on the host yet.
         self._in_flight: deque[tuple[int, list[Req]]] = deque()
         is_first = get_parallel().tp_rank == 0
@@ -98,10 +112,6 @@ class LosslessWorker(BaseSpecWorker):
                 Counter("sparrow:drafts", "Drafts whose predecessors were all accepted"),
                 Counter("sparrow:accepted_drafts", "Drafts that were accepted"),
             ]
-        forced = os.environ.get(FORCED_ACCEPTANCE)
-        self._forced = None if forced is None else float(forced)
-        if self._forced is not None and is_first:
-            announce(f"{FORCED_ACCEPTANCE}={forced}: ANSWERS ARE WRONG, for benchmarks only")
         self._positions = torch.arange(self._width, device=self.device)[:, None]
 
     def __getattr__(self, name: str) -> Any:
@@ -109,6 +119,12 @@ class LosslessWorker(BaseSpecWorker):
         if name == "_target_worker":
             raise AttributeError(name)
         return getattr(self._target_worker, name)
+
+    def update_weights_from_disk(self, request: Any) -> tuple[bool, str]:
+        """In SGLang 0.5.20 a draft model loads them, too, and there is none."""
+        return True, "Succeeded to update model weights."
+
+    update_weights_from_ipc = update_weights_from_disk
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
         drafts, requests = self._in_flight.popleft()
@@ -118,7 +134,7 @@ class LosslessWorker(BaseSpecWorker):
             for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
             if not (req.finished() or req.is_retracted)
         ]
-        counts = self._pace.observe(drafts, accepted)
+        counts = self._draft_length.observe(drafts, accepted)
         for counter, count in zip(self._counters, counts, strict=False):
             counter.inc(count)
 
@@ -129,7 +145,7 @@ class LosslessWorker(BaseSpecWorker):
             return
         algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
         try:
-            self._draft_graphs = DecodeGraphs(runner)
+            self._draft_graphs = DraftGraphs(runner, self._weights)
         finally:
             runner.spec_algorithm = algorithm
 
@@ -138,12 +154,12 @@ class LosslessWorker(BaseSpecWorker):
         if self._draft_graphs is None:
             return
         runner, most = self.model_runner, self._width - 1
-        largest = passes.largest_batch(runner)
+        largest = timing.largest_batch(runner)
         longest = runner.model_config.context_len - self._width
         cases = [
             (batch, tokens)
             for batch in sorted({min(batch, largest) for batch in (1, 4, 16, 64, largest)})
-            for tokens in islice(passes.timed_lengths(runner, batch, longest), 0, None, 2)
+            for tokens in islice(timing.timed_lengths(runner, batch, longest), 0, None, 2)
         ]
         if not cases:
             return
@@ -152,15 +168,15 @@ class LosslessWorker(BaseSpecWorker):
             self._seconds(*cases[0], count)
         seconds = [[self._seconds(*case, count) for count in (0, 1, most)] for case in cases]
         shared = self._of_first_rank(torch.tensor(seconds, device=self.device)).tolist()
-        costs = Costs(most, [(*case, *row) for case, row in zip(cases, shared, strict=True)])
-        self._pace.costs = costs
+        times = RoundTimes(most, [(*case, *row) for case, row in zip(cases, shared, strict=True)])
+        self._draft_length.times = times
         if get_parallel().tp_rank == 0:
-            announce(costs.summary())
+            announce(times.summary())
 
     def _seconds(self, batch_size: int, tokens: int, count: int) -> float:
         """Of a round of greedy requests with `count` drafts."""
         runner = self.model_runner
-        with passes.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
+        with timing.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
             lengths = torch.full_like(rows, tokens)
             batch: Any = SimpleNamespace(
                 req_pool_indices=rows,
@@ -175,12 +191,13 @@ class LosslessWorker(BaseSpecWorker):
                     is_any_greedy=True,
                 ),
             )
-            return passes.least_seconds(lambda: self._round(batch, count))
+            return timing.least_seconds(lambda: self._round(batch, count))
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
     ) -> GenerationBatchResult:
         """One prefill, or one round. `on_publish` receives the new lengths as soon as known."""
+        self._weights.refresh()
         if batch.forward_mode.is_extend():
             result = self._target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens
@@ -189,7 +206,7 @@ class LosslessWorker(BaseSpecWorker):
                 on_publish(result.new_seq_lens)
             return result
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
-        count = self._pace.next_round(len(lengths), sum(lengths) / len(lengths))
+        count = self._draft_length.next_round(len(lengths), sum(lengths) / len(lengths))
         self._in_flight.append((count, batch.reqs[:]))
         return self._round(batch, count, on_publish)
 
@@ -213,7 +230,7 @@ class LosslessWorker(BaseSpecWorker):
             """The decode step after the latest token and `number` drafts."""
             on_host = None if known is None else known + number + 1
             token, position, slot = drafts.tokens[number], positions[number], slots[number]
-            return passes.run(runner, rows, lengths[number], on_host, token, position, slot)
+            return forward.run(runner, rows, lengths[number], on_host, token, position, slot)
 
         with self._drafting():
             for number in range(count):
@@ -223,15 +240,12 @@ class LosslessWorker(BaseSpecWorker):
                 self._of_first_rank(draft)
         if count:
             flat = [tensor.T.reshape(-1) for tensor in (drafts.tokens, positions, slots)]
-            result = passes.run(runner, rows, committed, known, *flat)
+            result = forward.run(runner, rows, committed, known, *flat)
         else:
             with self._drafting(dense=True):
                 result = decode(0)
         logits = result.logits_output.next_token_logits.unflatten(0, (len(rows), -1))
-        outcome = drafts.verify(logits)
-        if self._forced is not None:
-            outcome = outcome.forced(self._forced, count)
-        outcome = Outcome(*map(self._of_first_rank, outcome))
+        outcome = Outcome(*map(self._of_first_rank, self._verify(drafts, logits)))
         stride = logits.shape[1]
         output = outcome.output(drafts.tokens[:stride].T).reshape(-1)
         accept_lens = (outcome.accepted + 1).to(torch.int32)
@@ -251,18 +265,23 @@ class LosslessWorker(BaseSpecWorker):
             routed_experts_output=result.routed_experts_output,
         )
 
+    def _verify(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
+        return drafts.verify(logits)
+
     @contextmanager
-    def _drafting(self, dense: bool | None = None) -> Iterator[None]:
-        """Within, passes replay the graphs of drafts; `dense` is `SparrowAttnBackend.forced`."""
+    def _drafting(self, dense: bool = False) -> Iterator[None]:
+        """Within, passes are drafts, or `dense` steps, and replay the graphs of these."""
         runner, backend = self.model_runner, sparrow_backend(self.model_runner)
-        backend.forced = dense
+        # Drafts with the model's weights are dense steps where the budget covers the context.
+        backend.dense_override = True if dense else False if self._weights.copies else None
         verify_graphs = runner.decode_cuda_graph_runner
         runner.decode_cuda_graph_runner = self._draft_graphs
         try:
-            yield
+            with self._weights.in_use(not dense):
+                yield
         finally:
             runner.decode_cuda_graph_runner = verify_graphs
-            backend.forced = None
+            backend.dense_override = None
             # A verification without a graph sets no event of its own. With that of the last draft
             # the scheduler would change the token table while the verification reads it.
             if not dense:

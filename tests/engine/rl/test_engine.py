@@ -204,7 +204,7 @@ def test_lossless_rollouts_are_those_of_the_weights_that_were_loaded(model, shar
                 np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32 / 0.7)
                 assert rollout.schedule == DENSE
             assert 1 < round_metrics(rollouts)["sparrow/tokens_per_round"] < 9
-        replayed = replay(lossless.engine, make_requests([40, 9], 100, 200, seed=0))
+        replayed = replay(lossless.engine, make_requests([40, 9], [engines.random_prompt(0, 100)]))
         assert 1 < replayed["tokens_per_round"] < 9
     finally:
         lossless.close()

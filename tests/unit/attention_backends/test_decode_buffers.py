@@ -17,7 +17,7 @@ from sparrow_sglang.attention_backends.gpu_decode import (
     TritonPagedDecode,
 )
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.plugin import scheduler_hooks as hooks
+from sparrow_sglang.plugin import memory
 
 SCHEDULE = make_schedule(16, 40, [16, 24])
 HEADS, DIM, CONTEXT = (8, 2), 64, 4096
@@ -164,7 +164,7 @@ class TestMemory:
                     get_num_kv_heads=lambda tp_size: 16 // tp_size,
                 ),
             )
-            return hooks.reserve_decode_buffers(available, kvc, 80.0)
+            return memory.reserve_decode_buffers(available, kvc, 80.0)
 
         return bytes_left
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparrow_sglang.calibration import CalibrationError
-from sparrow_sglang.calibration.choice import MeasuredTails, choose
+from sparrow_sglang.calibration.choice import MeasuredTails, bin_tails, choose
 from sparrow_sglang.calibration.results import check_schedule, make_schedule
 from sparrow_sglang.calibration.rule import RuleChoice, chosen_pairs, with_weights
 from sparrow_sglang.calibration.samples import Tokens
@@ -65,6 +65,12 @@ def test_bins_with_few_tokens_are_extrapolated_and_say_so() -> None:
     # Bins before a measured one get its budget; those after the last one, in proportion to
     # position, 128 * 5/4 and 128 * 6/4.
     assert [c["budget_tokens"] for c in chosen] == [64, 64, 64, 128, 192, 192]
+
+
+def test_the_last_bin_of_a_schedule_has_no_end() -> None:
+    rates = [Tokens(p, np.array([70, 130, 200, 9000]), np.full(4, 0.5)) for p in "abcdefghijkl"]
+    assert {i: one.tokens for i, one in bin_tails(rates, BIN, 16, 3).items()} == {1: 12, 2: 36}
+    assert len(bin_tails(rates, BIN, 16)) == 4
 
 
 def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,8 +61,9 @@ def test_doctor_names_what_is_in_the_way(
 ) -> None:
     checks = report(["--model-path", tiny_llama, *argv])
     assert checks[name].status == "FAIL" and message in checks[name].detail
-    # SGLang is not imported for the rest.
-    assert checks["plugin"].status == "note" and "platform" not in checks
+    if name == "flags":
+        # SGLang is not imported for the rest.
+        assert checks["plugin"].status == "note" and "platform" not in checks
 
 
 def test_doctor_sees_a_whitelist_without_sparrow(
@@ -83,9 +83,7 @@ def test_doctor_sees_missing_hooks(tiny_llama: str, monkeypatch: pytest.MonkeyPa
     assert "model" not in found
 
 
-def test_doctor_and_serve_find_missing_files_and_a_taken_port(
-    tiny_llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_finds_missing_files(tiny_llama: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     shutil.copy(Path(tiny_llama) / "config.json", folder)
@@ -100,9 +98,3 @@ def test_doctor_and_serve_find_missing_files_and_a_taken_port(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-1.safetensors").touch()
     assert "lacks 1 of 2 files of weights: model-2.safetensors" in model().detail
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-        taken = report([*argv, "--port", port])["port"]
-        assert taken.status == "FAIL" and f"--port {port}: cannot listen" in taken.detail
-    assert cli.main(["serve", *argv, "--port", port]) == 2
-    assert "lacks 1 of 2 files of weights" in capsys.readouterr().err

@@ -70,7 +70,6 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
         (["--enable-lora"], "--max-lora-rank"),
         # SGLang asserts it without a message.
         (["--tp", "3", "--dp", "2", "--enable-dp-attention"], "tp_size %"),
-        (["--host", "host.invalid", "--port=31234"], "--host host.invalid --port 31234"),
     ],
 )
 def test_a_wrong_flag_is_one_line(

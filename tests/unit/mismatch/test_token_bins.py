@@ -20,7 +20,7 @@ def test_only_sparse_decode_steps_count_in_the_bin_whose_budget_they_read(schedu
     for index in range(1, 600):
         cached = prompt + index
         pages = -(-cached // schedule.page_size)
-        budget = schedule.kv_budget_tokens(cached) // schedule.page_size
+        budget = schedule.budget_at(cached) // schedule.page_size
         expected = pages * schedule.page_size // width if pages > budget else -1
         assert bins[index] == expected, index
 

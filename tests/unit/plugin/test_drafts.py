@@ -106,4 +106,4 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> Non
 def test_schedules_of_drafts_need_no_calibration() -> None:
     drafts = BudgetSchedule.drafts()
     assert "NOT calibrated" in describe_schedule(drafts, {})
-    assert "NOT calibrated" not in describe_schedule(drafts, {}, lossless="lossless, 8 drafts")
+    assert "NOT calibrated" not in describe_schedule(drafts, {}, needs_calibration=False)

@@ -36,7 +36,7 @@ SCHEDULE = "smollm2-135m-0.86"
 
 def _rates(sample: Sample, cached: NDArray[np.int64]) -> NDArray[np.float64]:
     """Acceptance rates that fall as a larger share of the cached KV is not read."""
-    budgets = np.array([sample.schedule.kv_budget_tokens(int(n)) for n in cached])
+    budgets = np.array([sample.schedule.budget_at(int(n)) for n in cached])
     left_out = 1 - budgets / cached
     draw = np.random.default_rng(sample.number)
     return 1 - np.clip(left_out, 0, 1) * draw.beta(1, 4, len(cached))

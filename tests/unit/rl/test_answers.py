@@ -1,12 +1,16 @@
 """What responses answer, and which answers are the same, by the cases in math_cases.jsonl."""
 
 import json
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
-from sparrow_sglang.rl.tasks import equality, math
+from sparrow_sglang.rl.tasks import expressions, math
 from sparrow_sglang.rl.tasks.answers import conclusion, last_program
 from sparrow_sglang.rl.tasks.reward_worker import import_libraries
 from sparrow_sglang.rl.types import Prompt
@@ -25,6 +29,39 @@ def test_answers_are_judged_as_the_field_expects(rule: str) -> None:
 
     cases = [case for case in CASES if case["rule"] == rule]
     assert [case for case in cases if reward(case) != case["reward"]] == []
+
+
+# What changes nothing in print, or spacing only.
+SAME: list[Callable[[str], str]] = [
+    lambda text: f" {text} ",
+    lambda text: f"\\displaystyle {text}",
+    lambda text: f"\\({text}\\)",
+    lambda text: rf"\,{text}\;",
+    lambda text: f"{text}.",
+    lambda text: text.replace(r"\frac", r"\dfrac"),
+    lambda text: text.replace(r"\cdot", r"\times "),
+    lambda text: text.replace("pmatrix", "bmatrix"),
+    lambda text: re.sub(r"(?<!\\)([=+])", r" \1 ", text),
+    lambda text: re.sub(r"(?<=[\da-z}])\\\\(?=[-\da-z\\])", r"\\\\ ", text),
+]
+BOXED = [
+    (case, content[1])
+    for case in CASES
+    if (content := re.fullmatch(r"\\boxed\{(.*\S.*)\}", case["response"]))
+    and "question" not in case
+]
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.given(st.sampled_from(BOXED), st.lists(st.sampled_from(SAME), min_size=1, max_size=3))
+def test_spacing_and_wrappers_change_no_reward(
+    boxed: tuple[dict[str, str], str], changes: list[Callable[[str], str]]
+) -> None:
+    case, text = boxed
+    for change in changes:
+        text = change(text)
+    prompt = Prompt("p", "math", (1,), {"answer": case["answer"]})
+    assert math.reward(prompt, rf"\boxed{{{text}}}") == case["reward"]
 
 
 def test_hostile_expressions_earn_0_soon() -> None:
@@ -49,9 +86,9 @@ def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
 
 
 def test_a_reward_worker_imports_sympy_before_it_is_timed() -> None:
-    equality.library.cache_clear()
+    expressions.library.cache_clear()
     import_libraries({"sums": math.reward})
-    assert equality.library.cache_info().currsize == 1
+    assert expressions.library.cache_info().currsize == 1
 
 
 def reads_input(program: str) -> bool:

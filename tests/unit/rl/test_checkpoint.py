@@ -66,7 +66,10 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, monkeypatc
     """The last case is as on a GPU, where weights in fp32 are multiplied in bf16."""
     served = getattr(torch, computed)
     monkeypatch.setattr(DensePolicy, "compute_dtype", served)
-    checkpoints, state = Checkpoints(tmp_path, keep=2), State(1, {"a": 0.5})
+    checkpoints, state = (
+        Checkpoints(tmp_path, keep=2),
+        State(1, {"a": 0.5}, lowest_rewards={"t": -1.0}),
+    )
     first = policy(tiny_llama, dtype)
     take_step(first)
     exact = {name: weight.clone() for name, weight in first.named_weights()}

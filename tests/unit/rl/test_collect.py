@@ -234,6 +234,8 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
     count: int, oversubscribe: float, staleness: int, seed: int
 ) -> None:
     fields = {"oversubscribe": oversubscribe, "max_staleness": staleness}
+    # The penalty of some responses, by their length.
+    fields |= {"overlong_tokens": 4096, "overlong_penalty": 0.5}
     run = run_of(by_name, seed=seed, prompts_per_step=count, **fields)
     most, trained = ceil(count * Fraction(str(oversubscribe))), []
     for step in range(6):
@@ -242,7 +244,11 @@ def test_groups_that_are_carried_over_are_trained_on_in_time(
         everything = [*found.groups, *found.carried]
         assert len(found.groups) == count and len(everything) == most
         assert all(group.finished for group in found.groups)
-        assert found.rewards == tuple(tuple(by_name(group)) for group in found.groups)
+        settings = run.config.rollout
+        assert found.rewards == tuple(
+            with_penalties(settings, tuple(by_name(group)), group) for group in found.groups
+        )
+        assert found.rewards != tuple(tuple(by_name(group)) for group in found.groups)
         assert found.tokens == run.engine.tokens - before
         assert run.engine.released
         ages = [

@@ -254,3 +254,18 @@ def test_packs_are_full_and_hold_everything_once() -> None:
     for members in packs:
         assert members == [200] or sum(lengths[i] for i in members) <= 128
     assert len(packs) - 1 <= 11 / 9 * -(-sum(lengths) // 128) + 1
+
+
+def test_steps_drop_nothing_out() -> None:
+    """The loss takes ratios to the log-probs of `score`, which a model with dropout would miss."""
+    stock = model()
+    stock.model.norm = torch.nn.Sequential(stock.model.norm, torch.nn.Dropout(0.5))
+    dense = DensePolicy(stock, ModelConfig(), OptimizerConfig(lr=1e-3), "cpu")
+    scored, seen = torch.cat(dense.score(BATCH)[0]), torch.zeros(50)
+
+    def loss(logprobs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        seen[indices] = logprobs.detach()
+        return -logprobs.mean()
+
+    dense.loss_step(BATCH, loss)
+    torch.testing.assert_close(seen, scored)

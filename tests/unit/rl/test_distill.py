@@ -1,11 +1,12 @@
 """DistillSparse: divergences against float64 loops, and what an adapter step moves."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
-from distillation import SCHEDULE, SEQUENCES, new_policy, settings
+from distillation import GRADIENT_ROUNDING, SCHEDULE, SEQUENCES, new_policy, settings
 from scipy.special import log_softmax, softmax
 from scipy.stats import entropy
 
@@ -121,6 +122,41 @@ def test_the_gradient_is_that_of_the_squared_gap_of_the_whole_step(
     largest = max(float(one.abs().max()) for one in expected)
     for found, one in zip(gradients, expected, strict=True):
         torch.testing.assert_close(found, one, atol=1e-5 * largest, rtol=1e-4)
+
+
+def test_rounding_changes_the_gradient_as_little_as_runs_are_compared_by(sharp_llama, monkeypatch):
+    """Against float64, where the adapter begins: the two distributions nearly coincide."""
+    gradients = []
+    monkeypatch.setattr(
+        optimizer.ClippedAdamW,
+        "clipped_step",
+        lambda self: gradients.append([one.grad.double() for one in self._parameters]) or 0.0,
+    )
+    for dtype in (torch.float32, torch.float64):
+        policy = new_policy(sharp_llama)
+        torch.manual_seed(0)
+        adapter = SparseAdapter(policy, settings(entropy=5.0))
+        policy.model.to(dtype)
+        torch.set_default_dtype(dtype)
+        try:
+            adapter.step(SEQUENCES, SCHEDULE)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    found, exact = (torch.cat([one.flatten() for one in each]) for each in gradients)
+    assert (found - exact).norm() < GRADIENT_ROUNDING / 2 * exact.norm()
+
+
+def test_a_resumed_adapter_takes_the_steps_that_it_would_have_taken(sharp_llama):
+    adapter = SparseAdapter(new_policy(sharp_llama), settings())
+    for _ in range(3):
+        adapter.step(SEQUENCES, SCHEDULE)
+    saved = deepcopy(adapter.state_dict())
+    resumed = SparseAdapter(new_policy(sharp_llama), settings())
+    resumed.load_state_dict(saved)
+    for _ in range(2):
+        assert resumed.step(SEQUENCES, SCHEDULE) == adapter.step(SEQUENCES, SCHEDULE)
+    factors = (each.state_dict()["params"] for each in (resumed, adapter))
+    assert all(map(torch.equal, *factors))
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.4])

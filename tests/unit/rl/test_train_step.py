@@ -1,5 +1,7 @@
-"""A training step against a gradient by hand: advantages, correction, mini-batches together."""
+"""A training step against a gradient by hand: advantages, correction, KL, responses left out and
+mini-batches together."""
 
+import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.collect import Collected
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import Learner, ReferencePolicy
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout
@@ -22,7 +24,13 @@ from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout
 TEMPERATURE = 0.8
 # The first group teaches nothing, and one reward is missing.
 REWARDS: list[Rewards] = [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 2.0, 0.0), (None, 1.0, 0.0)]
+TRUNCATED = {(1, 2), (2, 0)}
+KL = 0.3
 ADVANTAGES = [(0, 0, 0), (2 / 3, -1 / 3, -1 / 3), (-2 / 3, 4 / 3, -2 / 3), (0, 0.5, -0.5)]
+
+
+# Sample standard deviations of the known rewards.
+DEVIATIONS = [1, (1 / 3) ** 0.5, (4 / 3) ** 0.5, 0.5**0.5]
 
 
 class Clock:
@@ -45,11 +53,20 @@ def ids_of(group: int, sample: int) -> tuple[list[int], list[int]]:
     return random_prompt(group, 9), random_prompt(50 + number, 5 + 3 * number % 11)
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize(("mini_batches", "normalised"), [(1, True), (2, True), (2, False)])
 def test_a_step_takes_the_gradient_of_the_corrected_loss(
-    sharp_llama: str, monkeypatch: pytest.MonkeyPatch, mini_batches: int
+    sharp_llama: str, monkeypatch: pytest.MonkeyPatch, mini_batches: int, normalised: bool
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
+    policy = new_policy(sharp_llama, micro_batch_tokens=60)
+    reference, elsewhere = ReferencePolicy(policy), copy.deepcopy(model)
+    named = dict(model.named_parameters())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        # The run has moved away from its reference.
+        for name, one, _ in policy.named_parameters():
+            one.add_(0.02 * torch.randn_like(one))
+            named[name].copy_(one)
     draw = np.random.default_rng(0)
     groups, offsets = [], {}
     for number, _ in enumerate(REWARDS):
@@ -62,11 +79,11 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
             with torch.no_grad():
                 dense = logprobs_of(model, number, sample).numpy()
             tokens = tuple(prompt), tuple(response), dense + offset
-            rollouts.append(Rollout(f"{number}", sample, *tokens, "stop", "0", "dense", ""))
+            reason = "length" if (number, sample) in TRUNCATED else "stop"
+            rollouts.append(Rollout(f"{number}", sample, *tokens, reason, "0", "dense", ""))
         groups.append(Group(Prompt(f"{number}", "t", tuple(prompt)), tuple(rollouts)))
 
     found: list[dict[str, torch.Tensor]] = []
-    policy = new_policy(sharp_llama, micro_batch_tokens=60)
 
     def no_step(self: Any) -> float:
         found.append({name: one.grad.clone() for name, one, _ in policy.named_parameters()})
@@ -77,15 +94,24 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
     fields = {
         "run_dir": "unused",
         "task": {"name": "story"},
-        "rollout": {"temperature": TEMPERATURE, "prompts_per_step": 4, "samples_per_prompt": 3},
-        "algorithm": {"std_normalisation": False, "mini_batches": mini_batches},
+        "rollout": {
+            "temperature": TEMPERATURE,
+            "prompts_per_step": 4,
+            "samples_per_prompt": 3,
+            "truncated": "mask",
+        },
+        "algorithm": {
+            "std_normalisation": normalised,
+            "mini_batches": mini_batches,
+            "kl_coefficient": KL,
+        },
         "mismatch": {"sequences": 0},
         "logging": {"response_groups": 0},
     }
     config = TrainConfig.parse(fields)
     run: Any = SimpleNamespace(
         config=config,
-        learner=Learner(config, policy),
+        learner=Learner(config, policy, reference),
         setup=SimpleNamespace(schedule=None, train=[0] * 8, tokenizer=SimpleNamespace(decode=str)),
         state=State(),
         prompts_used=4,
@@ -99,11 +125,16 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
         loss, tokens = torch.zeros(()), 0
         for number in numbers:
             for sample, reward in enumerate(REWARDS[number]):
-                if number == 0 or reward is None:
+                if number == 0 or reward is None or (number, sample) in TRUNCATED:
                     continue
                 weights = (-offsets[number, sample]).exp().clamp(max=2.0)
                 logprobs = logprobs_of(model, number, sample)
-                loss = loss - ADVANTAGES[number][sample] * (weights * logprobs).sum()
+                advantage = ADVANTAGES[number][sample] / (DEVIATIONS[number] if normalised else 1)
+                loss = loss - advantage * (weights * logprobs).sum()
+                with torch.no_grad():
+                    expected = logprobs_of(elsewhere, number, sample)
+                ratio = (expected - logprobs).exp()
+                loss = loss + KL * (ratio - ratio.log() - 1).sum()
                 tokens += len(logprobs)
         (loss / tokens).backward()
         largest = max(float(one.grad.abs().max()) for one in model.parameters())
@@ -113,3 +144,36 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
             )
     assert len(found) == mini_batches
     assert run.state.step == 1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
+    sharp_llama: str, number: int
+) -> None:
+    """In a group outside of the loss, and in one inside."""
+    groups = []
+    for group in range(2):
+        prompt, response = ids_of(group, 0)
+        tokens = tuple(prompt), tuple(response), np.zeros(len(response))
+        rollouts = (Rollout(f"p{group}", i, *tokens, "stop", "0", "dense", "") for i in range(2))
+        groups.append(Group(Prompt(f"p{group}", "t", tuple(prompt)), tuple(rollouts)))
+    policy = new_policy(sharp_llama)
+    damaged = groups[number].rollouts[0].response_ids[0]
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[damaged] = torch.nan
+    fields = {"run_dir": "unused", "task": {"name": "story"}, "mismatch": {"sequences": 0}}
+    config = TrainConfig.parse(fields)
+    before = {name: one.clone() for name, one in policy.named_weights()}
+    run: Any = SimpleNamespace(
+        config=config,
+        learner=Learner(config, policy),
+        setup=SimpleNamespace(schedule=None),
+        state=State(),
+        updating=nullcontext,
+    )
+    collected = Collected(groups, ((1.0, 1.0), (1.0, 0.0)), (), {}, 100)
+    with pytest.raises(FloatingPointError, match=f"step 3, prompt 'p{number}', sample 0: .* of"):
+        trainer.train_step(run, 3, collected, Clock())
+    assert run.state == State()
+    for name, one in policy.named_weights():
+        torch.testing.assert_close(one, before[name], equal_nan=True, rtol=0, atol=0)

@@ -80,7 +80,7 @@ def edge_lengths(schedule: BudgetSchedule) -> list[int]:
 def test_answers_equal_the_loop_at_every_edge(schedule: BudgetSchedule) -> None:
     for seq_len in edge_lengths(schedule):
         budget, pages = oracle(schedule, seq_len)
-        assert schedule.kv_budget_tokens(seq_len) == budget, seq_len
+        assert schedule.budget_at(seq_len) == budget, seq_len
         assert pages_read(schedule, seq_len) == pages, seq_len
     lengths = np.array(edge_lengths(schedule))
     assert schedule.tokens_read(lengths).tolist() == [schedule.tokens_read(n) for n in lengths]
@@ -247,7 +247,7 @@ def test_a_model_whose_schedule_has_another_page_size_is_refused() -> None:
 def test_fixed_schedules_have_one_budget_at_every_length(page_size: int) -> None:
     schedule = load_schedule("fixed-1024", page_size)
     assert schedule.page_size == page_size and not schedule.calibrated
-    assert {schedule.kv_budget_tokens(n) for n in (1, 1024, 1025, 99_999)} == {1024}
+    assert {schedule.budget_at(n) for n in (1, 1024, 1025, 99_999)} == {1024}
     assert schedule.first_sparse_length() == 1025
 
 
@@ -269,12 +269,12 @@ def test_the_flag_comes_before_the_variable_and_this_before_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARROW_SCHEDULE", "from-variable")
-    assert schedule_spec("from-flag", False) == "from-flag"
-    assert schedule_spec(None, False) == "from-variable"
+    assert schedule_spec("from-flag", "auto") == "from-flag"
+    assert schedule_spec(None, "auto") == "from-variable"
     monkeypatch.setenv("SPARROW_SCHEDULE", "")
-    assert schedule_spec(None, False) == "auto"
+    assert schedule_spec(None, "auto") == "auto"
     monkeypatch.delenv("SPARROW_SCHEDULE")
-    assert schedule_spec(None, False) == "auto"
+    assert schedule_spec(None, "auto") == "auto"
 
 
 # -- own files

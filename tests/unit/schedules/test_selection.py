@@ -33,11 +33,6 @@ def with_weights(*weights: float, **fields: Any) -> BudgetSchedule:
     return BudgetSchedule(**FIELDS | {"selection": INT4 | {"layer_weights": weights}} | fields)
 
 
-def test_what_earlier_files_name_beside_landmark_bits_is_implied_by_it() -> None:
-    earlier = INT4 | {"landmark_tokens": 4, "group_score": "best_head"}
-    assert BudgetSchedule(**FIELDS, selection=earlier) == BudgetSchedule(**FIELDS, selection=INT4)
-
-
 def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
     RULED.save(tmp_path / "ruled.json")
     assert BudgetSchedule.from_json(tmp_path / "ruled.json") == RULED
@@ -49,11 +44,6 @@ def test_a_rule_is_saved_and_read_back(tmp_path) -> None:
     [
         None,
         {"landmark_bits": 8},
-        # Rules of earlier versions, which are not those of their landmark_bits.
-        {"group_score": "best_head"},
-        {"landmark_tokens": 4},
-        INT4 | {"group_score": "mean_query"},
-        INT4 | {"landmark_tokens": 16},
         {"landmark_pairs": [[[1]]]},
         {"layer_weights": [1, 1]},
         INT4 | {"landmark_pairs": []},

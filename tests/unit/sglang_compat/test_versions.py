@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin import hooks, layer_refusals, registration
+from sparrow_sglang.plugin.lossless.hooks import HOOKS
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_compat import arguments, install
 from sparrow_sglang.sglang_compat.install import INSTALL, LOCKED, SUPPORTED, version_problems
@@ -78,7 +79,7 @@ class TestProbes:
         return targets
 
     def test_every_probe_passes_here(self) -> None:
-        everything = [*hooks.HOOKS, *hooks.LOSSLESS_HOOKS, *hooks.CPU_HOOKS]
+        everything = [*hooks.HOOKS, *HOOKS, *hooks.CPU_HOOKS]
         assert registration.probe_problems(everything) == []
 
     def test_an_untried_version_is_registered_if_all_pass(

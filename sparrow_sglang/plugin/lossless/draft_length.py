@@ -1,4 +1,4 @@
-"""How many tokens a round drafts, by its costs and the recent acceptance. Deterministic in its
+"""How many tokens a round drafts, by measured times and the recent acceptance. Deterministic in its
 inputs, so that the ranks of a model agree without a message."""
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ def best_drafts(seconds: Any, acceptance: float) -> int:
     return best if rates[best] > GAIN * rates[0] else 0
 
 
-class Costs:
+class RoundTimes:
     """Measured seconds of rounds, linear between batch sizes, lengths and drafts, constant beyond.
 
     Args:
@@ -38,7 +38,7 @@ class Costs:
         by_batch: defaultdict[float, list[list[float]]] = defaultdict(list)
         for batch, *of_length in sorted(rows):
             by_batch[batch].append(of_length)
-        self._most, self._batches = most, list(by_batch)
+        self.most, self._batches = most, list(by_batch)
         self._columns = [np.array(lines).T for lines in by_batch.values()]
 
     def summary(self) -> str:
@@ -49,7 +49,7 @@ class Costs:
             start = f"from {int(paying[0]):,} tokens on" if paying else "at no length"
             starts.append(f"{start} ({batch})")
         return (
-            f"rounds draft up to {self._most} tokens where that pays: at an acceptance of"
+            f"rounds draft up to {self.most} tokens where that pays: at an acceptance of"
             f" {GOOD_ACCEPTANCE} {', '.join(starts)}, by batch size"
         )
 
@@ -61,27 +61,27 @@ class Costs:
             for lengths, *seconds in self._columns
         ]
         none, one, most = (np.interp(batch, self._batches, of) for of in np.transpose(by_batch))
-        return np.array([none, *np.linspace(one, most, self._most)])
+        return np.array([none, *np.linspace(one, most, self.most)])
 
 
-class Pace:
-    """Chooses the drafts of each round, up to `most`; always `most` without `costs`."""
+class DraftLength:
+    """Chooses the drafts of each round, up to `most`. Rounds draft nothing until they are timed."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self.costs: Costs | None = None
+        self.most = most
+        self.times: RoundTimes | None = None
         self._accepted, self._judged = _PRIOR * _PRIOR_DRAFTS, _PRIOR_DRAFTS
         self._undrafted = 0
 
     def next_round(self, batch: int, length: float) -> int:
         """Drafts of the next round, of requests with a mean of `length` tokens."""
-        drafts = self._most
-        if self.costs is not None:
-            seconds = self.costs.at(batch, length // 64 * 64)
-            drafts = best_drafts(seconds, self._accepted / self._judged)
-            self._undrafted = 0 if drafts else self._undrafted % PROBE_ROUNDS + 1
-            if self._undrafted == PROBE_ROUNDS:
-                drafts = best_drafts(seconds, GOOD_ACCEPTANCE)
+        if self.times is None:
+            return 0
+        seconds = self.times.at(batch, length // 64 * 64)
+        drafts = best_drafts(seconds, self._accepted / self._judged)
+        self._undrafted = 0 if drafts else self._undrafted % PROBE_ROUNDS + 1
+        if self._undrafted == PROBE_ROUNDS:
+            drafts = best_drafts(seconds, GOOD_ACCEPTANCE)
         return drafts
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> tuple[int, int]:

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparrow_sglang.plugin.lossless.pace import GAIN, PROBE_ROUNDS, Costs, Pace, best_drafts
+from sparrow_sglang.plugin.lossless.draft_length import (
+    GAIN,
+    PROBE_ROUNDS,
+    DraftLength,
+    RoundTimes,
+    best_drafts,
+)
 
 MOST = 8
 
@@ -15,8 +21,8 @@ def seconds(draft: float, verification: float) -> list[float]:
     return [1.0, *(number * draft + verification for number in range(1, MOST + 1))]
 
 
-def costs_of(lengths: dict[int, list[float]]) -> Costs:
-    return Costs(MOST, [(1, n, of[0], of[1], of[-1]) for n, of in lengths.items()])
+def times_of(by_length: dict[int, list[float]]) -> RoundTimes:
+    return RoundTimes(MOST, [(1, n, of[0], of[1], of[-1]) for n, of in by_length.items()])
 
 
 # Drafts take a fifth of a dense step, as at long contexts, or nearly as long, as at short ones.
@@ -42,29 +48,29 @@ def test_no_other_number_gives_more_tokens(costs: list[float], acceptance: float
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 8)), min_size=1, max_size=50))
 def test_two_ranks_agree(rounds: list[tuple[int, int]]) -> None:
-    paces = [Pace(MOST) for _ in range(2)]
-    for pace in paces:
-        pace.costs = costs_of({1024: SHORT, 4096: LONG})
+    lengths = [DraftLength(MOST) for _ in range(2)]
+    for length in lengths:
+        length.times = times_of({1024: SHORT, 4096: LONG})
     for accepted, batch in rounds:
-        drafts = {pace.next_round(batch, 2000) for pace in paces}
+        drafts = {length.next_round(batch, 2000) for length in lengths}
         assert len(drafts) == 1
-        for pace in paces:
-            pace.observe(*drafts, [min(accepted, *drafts)] * batch)
+        for length in lengths:
+            length.observe(*drafts, [min(accepted, *drafts)] * batch)
 
 
 def test_rounds_follow_the_acceptance_and_are_probed() -> None:
-    pace = Pace(MOST)
-    assert pace.next_round(1, 100) == MOST
+    length = DraftLength(MOST)
+    assert length.next_round(1, 100) == 0
     # The draft after three accepted ones was rejected, that after eight does not exist.
-    assert pace.observe(MOST, [3, 0, 8]) == (13, 11)
-    pace.costs = costs_of({1024: seconds(0.6, 1.1)})
+    assert length.observe(MOST, [3, 0, 8]) == (13, 11)
+    length.times = times_of({1024: seconds(0.6, 1.1)})
 
     def rounds(acceptance: float, count: int) -> list[int]:
         draw = np.random.default_rng(1)
         chosen = []
         for _ in range(count):
-            drafts = pace.next_round(1, 100)
-            pace.observe(drafts, [int((draw.random(drafts) < acceptance).cumprod().sum())])
+            drafts = length.next_round(1, 100)
+            length.observe(drafts, [int((draw.random(drafts) < acceptance).cumprod().sum())])
             chosen.append(drafts)
         return chosen
 
@@ -73,16 +79,16 @@ def test_rounds_follow_the_acceptance_and_are_probed() -> None:
     # Probes find out that drafts are accepted again.
     assert min(rounds(1.0, 2000)[-10:]) == MOST
     # Where drafts cannot pay, nothing is probed.
-    pace.costs = costs_of({1024: seconds(1.1, 1.2)})
+    length.times = times_of({1024: seconds(1.1, 1.2)})
     assert not any(rounds(1.0, 200))
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_costs_between_those_measured(most: int) -> None:
+def test_times_between_those_measured(most: int) -> None:
     rows = [(1, 1000, 1, 2, 4), (1, 3000, 3, 4, 6), (16, 1000, 11, 12, 14)]
-    costs = Costs(most, rows if most > 1 else [(*row[:4], row[3]) for row in rows])
+    times = RoundTimes(most, rows if most > 1 else [(*row[:4], row[3]) for row in rows])
     counts = np.array([0, 1, 2, 3][: most + 1])
-    assert costs.at(1, 2000) == pytest.approx(2 + counts)
-    assert costs.at(1, 9000) == pytest.approx(3 + counts)
-    assert costs.at(64, 10) == pytest.approx(11 + counts)
-    assert costs.at(6, 1000) == pytest.approx(1 / 3 * 10 + 1 + counts)
+    assert times.at(1, 2000) == pytest.approx(2 + counts)
+    assert times.at(1, 9000) == pytest.approx(3 + counts)
+    assert times.at(64, 10) == pytest.approx(11 + counts)
+    assert times.at(6, 1000) == pytest.approx(1 / 3 * 10 + 1 + counts)

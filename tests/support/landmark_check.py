@@ -1,15 +1,60 @@
-"""A debugging aid: recompute the landmarks in use and compare them with those that are stored."""
+"""A call that recomputes the landmarks in use and compares them with those that are stored. If this
+module is imported before engines and servers start, they answer it."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
+from sparrow_sglang.plugin import attach, routes
+from sparrow_sglang.plugin.lossless.draft_length import DraftLength
+from sparrow_sglang.plugin.scheduler_calls import call_schedulers, requests_blocked, scheduler_rpc
 from sparrow_sglang.sglang_compat.versions import is_empty, kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+_CALL = "landmarks"
+
+
+async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dict[str, Any]:
+    """Check while no request runs. New requests wait meanwhile, and the check at most `timeout_s`
+    for the running ones. Returns `pages`, the number of pages whose landmarks are right. Raises
+    `ControlError` on the first wrong landmark, or if requests still run."""
+    async with requests_blocked(manager, "a check of landmarks", timeout_s):
+        by_rank = await call_schedulers(manager, _CALL, {})
+    return {"pages": sum(answer["pages"] for answer in by_rank.values())}
+
+
+@scheduler_rpc(_CALL)
+def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
+    check_landmarks(scheduler)
+    return {"pages": len(live_pages(scheduler))}
+
+
+def run_scheduler(*arguments: Any, **named: Any) -> Any:
+    """SGLang's scheduler process; also a spawned one, as on a GPU, imports this module then."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    draft_untimed()
+    return run_scheduler_process(*arguments, **named)
+
+
+def draft_untimed() -> None:
+    """Have rounds that no test has timed draft as many tokens as they may."""
+    timed = DraftLength.next_round
+
+    def next_round(self: DraftLength, *load: Any) -> int:
+        return self.most if self.times is None else timed(self, *load)
+
+    DraftLength.next_round = next_round  # type: ignore[method-assign]
+
+
+attach.CALLS[_CALL] = landmarks
+routes.CALLS[_CALL] = ["POST"]
 
 
 def live_pages(scheduler: "Scheduler") -> torch.Tensor:
@@ -29,8 +74,7 @@ def live_pages(scheduler: "Scheduler") -> torch.Tensor:
 
 
 def check_landmarks(scheduler: "Scheduler") -> None:
-    """Raise RuntimeError naming the first page whose landmarks are not those of its keys. It is run
-    on an idle or paused server, through `Endpoint.call_sparrow("landmarks")`."""
+    """Raise RuntimeError naming the first page whose landmarks are not those of its keys."""
     from sparrow_sglang.attention_backends.backend import sparrow_backend
 
     backend = sparrow_backend(scheduler.tp_worker.model_runner)

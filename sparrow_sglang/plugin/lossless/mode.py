@@ -1,0 +1,154 @@
+"""Lossless decoding as a mode of the backend."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
+from sparrow_sglang.json_values import quoted
+from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
+from sparrow_sglang.plugin.lossless.hooks import HOOKS
+from sparrow_sglang.plugin.mode import Mode
+from sparrow_sglang.plugin.names import DRAFT_WEIGHTS, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
+from sparrow_sglang.plugin.server_log import describe_schedule
+from sparrow_sglang.schedules.options import RequestError, RequestOption
+from sparrow_sglang.schedules.schedule import DRAFTS, BudgetSchedule
+from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
+from sparrow_sglang.sglang_compat.versions import LOSSLESS_NEEDS, resolve_target
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+_MAX_REQUESTS = 128
+"""Default of --max-running-requests, and so of the largest captured batch: a captured round has a
+row of logits for each token of each request."""
+_ARGUMENTS = {
+    "pp_size": (1, "drafts are not passed between pipeline stages"),
+    "enable_dp_attention": (False, "idle ranks would have to draft"),
+    **dict.fromkeys(("enable_lora", "lora_paths"), (None, "merge adapters into the weights")),
+    "enable_strict_thinking": (False, "a round applies no grammar"),
+    "speculative_eagle_topk": (1, "drafts are a chain"),
+    "speculative_draft_model_path": (None, "the model drafts itself"),
+    "sparrow_audit_rate": (0, "returned tokens have no mismatch; see sparrow:accepted_drafts"),
+    "enable_deterministic_inference": (False, "drafts take no seed"),
+    "enable_return_hidden_states": (False, "a round keeps none"),
+}
+
+# Fields of a request or its sampling parameters, with their neutral values.
+_FIELDS = {
+    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0},
+    **dict.fromkeys(("logit_bias", "beam_width", "watermark", "custom_logit_processor", "lora_id")),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag")),
+    **dict.fromkeys(("return_hidden_states", "return_sampling_mask", "return_entropy"), False),
+}
+
+
+class Lossless(Mode):
+    """Sparse steps draft tokens, and a dense pass verifies them. The model's own schedule reads
+    more than pays for drafts, so that "auto" is the one named "drafts"."""
+
+    is_dense = True
+    schedule = DRAFTS
+    adapter_problem = "lossless decoding applies no adapter: merge it into the weights"
+    times_each_schedule = True
+    hooks = HOOKS
+
+    def argument_problems(self, server_args: "ServerArgs") -> list[str]:
+        field = f"speculative_algorithm={LOSSLESS!r}"
+        if missing := [name for name in LOSSLESS_NEEDS if resolve_target(name) is None]:
+            needed = f"pip install sglang=={LOCKED}"
+            return [
+                f"{field}: SGLang {installed_version()} has no {' nor '.join(missing)}; {needed}"
+            ]
+        problems = [
+            f"{field} with {name}={getattr(server_args, name)!r}: {why};"
+            f" remove --{name.replace('_', '-')}"
+            for name, (neutral, why) in _ARGUMENTS.items()
+            if (getattr(server_args, name, None) or neutral) != neutral
+        ]
+        if RECORD_VARIABLE in os.environ:
+            problems.append(
+                f"{field} with {RECORD_VARIABLE} set: drafts are not recorded; unset it"
+            )
+        weights = getattr(server_args, WEIGHTS_FIELD)
+        if weights not in DRAFT_WEIGHTS:
+            problems.append(
+                f"{WEIGHTS_FIELD}={quoted(weights)}: expected {', '.join(DRAFT_WEIGHTS)}"
+            )
+        tokens = server_args.speculative_num_draft_tokens
+        if tokens is not None and not 2 <= tokens <= MAX_DRAFT_TOKENS:
+            problems.append(
+                f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the"
+                " bonus token included; 9 is the default"
+            )
+        return problems
+
+    def model_problems(self, model_config: "ModelConfig") -> list[str]:
+        text = model_config.hf_text_config
+        kinds = set(map(str, layer_types_of(text)))
+        properties = {
+            "sliding windows": WINDOW in kinds or bool(window_layers(text)),
+            "linear attention, whose states a rejected draft would change": LINEAR in kinds,
+            "images or audio": model_config.is_multimodal,
+        }
+        return [
+            f"speculative_algorithm={LOSSLESS!r} with a model with {what}: not supported; remove"
+            " --speculative-algorithm"
+            for what, present in properties.items()
+            if present
+        ]
+
+    def set_defaults(self, server_args: "ServerArgs") -> None:
+        # Whoever launches an engine's processes, as verl does, resolves arguments before SGLang
+        # loads its plugins.
+        from sparrow_sglang.plugin.lossless import algorithm
+
+        algorithm.register()
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = _MAX_REQUESTS
+
+    def describe(self, view: "ServerArgs", schedule: BudgetSchedule, hf_config: Any) -> str:
+        # No schedule changes the answers.
+        line = describe_schedule(schedule, hf_config, needs_calibration=False)
+        if schedule.is_dense:
+            return line
+        drafts = (view.speculative_num_draft_tokens or 1) - 1
+        return f"{line}; lossless, up to {drafts} drafts a round"
+
+    def require_servable(
+        self, request: "TokenizedGenerateReqInput", option: RequestOption | None
+    ) -> None:
+        if option is not None and option.report:
+            raise RequestError(
+                "report=true with lossless decoding: tokens are dense; expected false"
+            )
+        for name, neutral in _FIELDS.items():
+            value = getattr(request.sampling_params, name, getattr(request, name, None))
+            if value is not None and value not in (neutral, {}):
+                hint = "; --sampling-defaults openai ignores generation_config.json"
+                raise RequestError(
+                    f"{name}={quoted(value)}: expected {neutral!r} with lossless decoding, whose"
+                    f" rounds do not apply it{hint if name.endswith('_penalty') else ''}"
+                )
+
+    def prepare_model(self, runner: "ModelRunner") -> None:
+        from sparrow_sglang.plugin.lossless.draft_weights import make_draft_weights
+
+        setattr(runner, WEIGHTS_FIELD, make_draft_weights(runner))
+
+    def graph_runner(self) -> type:
+        from sparrow_sglang.plugin.lossless.worker import VerifyGraphs
+
+        return VerifyGraphs
+
+    def logits_bytes(self, rows: int, view: "ServerArgs", model_config: "ModelConfig") -> int:
+        # Logits of a round, and as much twice while its probabilities are computed, in fp32.
+        tokens = view.speculative_num_draft_tokens or 1
+        return 3 * 4 * rows * tokens * model_config.vocab_size
+
+    def measure(self, scheduler: "Scheduler") -> int:
+        scheduler.model_worker.measure()
+        return 0

@@ -1,0 +1,25 @@
+"""Names by which a server is configured for this package."""
+
+from typing import TYPE_CHECKING
+
+from sparrow_sglang.schedules.names import AUTO
+from sparrow_sglang.sglang_compat.arguments import attention_backends
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+BACKEND = "sparrow"
+"""Name of the backend in SGLang's --attention-backend."""
+LOSSLESS = "SPARROW"
+"""Name of the algorithm in SGLang's --speculative-algorithm."""
+WEIGHTS_FIELD = "sparrow_draft_weights"
+MODEL, FP8 = "model", "fp8"
+DRAFT_WEIGHTS = AUTO, MODEL, FP8
+"""Values of the field: FP8 copies where they pay, the model's own weights, FP8 copies."""
+DEFAULT_DRAFTS = 8
+MAX_DRAFT_TOKENS = 33
+
+
+def uses_sparrow(server_args: "ServerArgs") -> bool:
+    """Whether this backend is selected for prefill, decode or both."""
+    return BACKEND in attention_backends(server_args)
