@@ -10,7 +10,9 @@ from typing import Any
 from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.benchmarks.common import tokens_per_round
 from sparrow_sglang.command_line import new_path, table
-from sparrow_sglang.report import ReportError, compare, comparison_table, find_sources, write_page
+from sparrow_sglang.report.compare import compare, comparison_table
+from sparrow_sglang.report.sources import ReportError, find_sources
+from sparrow_sglang.report.write import write_page
 
 _EPILOG = """\
 examples:

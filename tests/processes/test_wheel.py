@@ -33,7 +33,7 @@ from importlib.resources import files
 from sparrow_sglang.schedules.names import load_schedule
 print(sparrow_sglang.__file__)
 print(load_schedule("qwen3-4b-0.86", 16).budget_at(1))
-print("<html" in (files(sparrow_sglang) / "report.html.j2").read_text())
+print("<html" in (files(sparrow_sglang) / "report" / "page.html.j2").read_text())
 for name in sparrow_sglang.__all__:
     getattr(sparrow_sglang, name)
 """

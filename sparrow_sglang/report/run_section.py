@@ -1,0 +1,225 @@
+"""The section about a training run."""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
+from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
+from sparrow_sglang.report.page import (
+    INK,
+    Section,
+    draw_level,
+    flat,
+    number,
+    scale,
+    series,
+    shades,
+    versions,
+)
+from sparrow_sglang.report.sources import PASS_RATE, Row, Run, read_run, reading
+from sparrow_sglang.run_folder import RESPONSES_FILE, read_rows
+
+_TAIL_OF_BIN = f"{TAIL}_bin"
+_SHOWN_STEPS = 40
+_STEP_COLUMNS = {
+    "reward": REWARD,
+    "pass rate": PASS_RATE,
+    "length": "response_length/mean",
+    "entropy": ENTROPY,
+    "tail": TAIL,
+    "acceptance": "sparrow/accept_mean",
+    "KV read": "sparrow/kv_tokens_read",
+    "KV cached": "sparrow/kv_tokens_cached",
+    "tokens/s": "sparrow/rollout_tokens_per_s",
+    "seconds": "timing_s/step",
+}
+# Title, unit, label of each metric, and a note. Without metrics: the tails by position.
+_CHARTS: tuple[tuple[str, str, dict[str, str], str], ...] = (
+    ("Reward", "mean reward", {REWARD: "training", PASS_RATE: "held out, dense"}, ""),
+    ("Response length", "tokens", {f"response_length/{k}": k for k in ("mean", "max")}, ""),
+    ("Entropy", "nats", {ENTROPY: "dense policy"}, "Per token."),
+    (
+        "Acceptance rate of the rollouts",
+        "acceptance rate",
+        {TAIL: "5th percentile", "sparrow/accept_mean": "mean"},
+        "Exact, from both whole distributions of measured tokens.",
+    ),
+    ("Tail by position", "acceptance rate", {}, "5th percentile, by first position of a bin."),
+    ("Rollout throughput", "tokens/s", {"sparrow/rollout_tokens_per_s": "rollout"}, ""),
+    (
+        "KV tokens per generated token",
+        "KV tokens",
+        {f"sparrow/kv_tokens_{k}": k for k in ("cached", "read")},
+        "What a sparse layer reads of what is cached of the sequence, mean over steps.",
+    ),
+    (
+        "Rollout against dense policy",
+        "nats per token",
+        {"rollout_corr/k3_kl": "KL", "sparrow/distill_kl": "KL that DistillSparse lowers"},
+        "KL(rollout ‖ dense), estimated from sampled tokens.",
+    ),
+)
+_FROM_ZERO = ("tokens", "nats", "nats per token", "tokens/s", "KV tokens")
+_ZERO_SAYS_NOTHING = ("nats per token", "KV tokens")
+_LEAST_SHARE = 0.005
+"""Stages that never take this share of a step are drawn with the rest."""
+
+
+def run_section(folder: Path) -> Section:
+    run = read_run(folder)
+    section = Section("training", f"Training run {run.folder.resolve().name}", _run_facts(run))
+    _run_charts(section, run)
+    count = min(len(run.rows), _SHOWN_STEPS)
+    shown = np.unique(np.linspace(0, len(run.rows) - 1, count).round().astype(int))
+    columns = {head: name for head, name in _STEP_COLUMNS.items() if run.curve(name)}
+    rows = [
+        [str(row["step"]), *(number(row.get(name)) for name in columns.values())]
+        for row in (run.rows[index] for index in shown)
+    ]
+    title = "Steps" if count == len(run.rows) else f"Steps, {count} of {len(run.rows):,}"
+    section.tables.append((title, ("step", *columns), rows))
+    if run.starts:
+        section.settings.append(("Configuration", flat(run.config)))
+    shown_software: dict[str, str] = {}
+    for start in run.starts:
+        software = versions(start | {"date": "", "command": ""})
+        if software != shown_software:
+            section.settings.append((f"Versions from step {start['step']} on", versions(start)))
+        shown_software = software
+    with reading(folder / RESPONSES_FILE):
+        section.samples += _samples(read_rows(folder / RESPONSES_FILE))
+    return section
+
+
+def _run_facts(run: Run) -> list[tuple[str, str]]:
+    planned, schedule = run.config.get("steps"), run.config.get("engine", {}).get("schedule")
+    facts = [("steps", f"{len(run.steps):,}" + (f" of {planned:,}" if planned else ""))]
+    changing = {
+        "reward, first → last": REWARD,
+        "held-out pass rate": PASS_RATE,
+        "mean response length": "response_length/mean",
+        "entropy": ENTROPY,
+        "tail": TAIL,
+    }
+    for label, name in changing.items():
+        if values := list(run.curve(name).values()):
+            facts.append((label, f"{number(values[0], 3)} → {number(values[-1], 3)}"))
+    if tails := run.curve(TAIL):
+        lowest, target = min(tails, key=lambda step: tails[step]), run.start.get("tail_target")
+        judged = f"the target is {target:g}" if target else "no target"
+        if target and (below := sum(tail < target for tail in tails.values())):
+            judged = f"BELOW the target {target:g} in {below:,} of {len(tails):,} steps"
+        facts.append(("lowest tail", f"{number(tails[lowest], 3)} at step {lowest}; {judged}"))
+    if alarms := [step for step, alarm in run.curve(ALARM).items() if alarm]:
+        steps = f"{len(alarms):,} steps, the first is {alarms[0]:,}"
+        facts.append(("ALARM, the policy may be collapsing", steps))
+    if skipped := sum(run.curve("actor/skipped_steps").values()):
+        facts.append(("optimizer steps skipped, gradient not finite", f"{skipped:,.0f}"))
+    if schedule:
+        facts.append(("schedule", schedule))
+    last = run.steps[-1]
+    if "sparrow/kv_tokens_cached" in last:
+        share = last["sparrow/kv_tokens_read"] / last["sparrow/kv_tokens_cached"]
+        facts.append(("KV read of cached, last step", f"{share:.1%}"))
+    seconds = median(row["timing_s/step"] for row in run.steps)
+    return [*facts, ("seconds per step, median", number(seconds))]
+
+
+def _run_charts(section: Section, run: Run) -> None:
+    limit = run.config.get("rollout", {}).get("max_new_tokens")
+    target = run.start.get("tail_target")
+    levels = {"tokens": ("limit", limit), "acceptance rate": ("target", target)}
+    moves = [
+        after["step"] - 0.5
+        for before, after in itertools.pairwise(run.starts)
+        if before["config"].get("engine") != after["config"].get("engine")
+    ]
+    moved = " Dotted vertical lines: another engine configuration." if moves else ""
+    names = {name for row in run.rows for name in row}
+    bins = sorted(int(n.removeprefix(_TAIL_OF_BIN)) for n in names if n.startswith(_TAIL_OF_BIN))
+    width = run.start.get("tail_bin_tokens") or BIN_TOKENS
+    tails = {f"{_TAIL_OF_BIN}{index}": f"{index * width:,}+" for index in bins}
+    of_sets = {n: m[1] for n in sorted(names) if (m := re.fullmatch("eval/(.+)/pass_rate", n))}
+    for title, unit, metrics, note in _CHARTS:
+        labels = (metrics or tails) | (of_sets if PASS_RATE in metrics else {})
+        curves = {text: run.curve(name) for name, text in labels.items() if name in names}
+        if unit in _ZERO_SAYS_NOTHING:
+            curves = {text: curve for text, curve in curves.items() if any(curve.values())}
+        if not curves:
+            continue
+        with section.chart(title, "step", unit, (note + moved).strip()) as axes:
+            for i, (label, curve) in enumerate(curves.items()):
+                # Unclipped, as a marker at 0 would be cut in half.
+                style = series(i, label, len(curves)) | {"clip_on": False}
+                marker = "o" if len(curve) <= _SHOWN_STEPS else None
+                axes.plot(list(curve), list(curve.values()), marker=marker, **style)
+            label, level = levels.get(unit, ("", None))
+            if level is not None:
+                draw_level(axes, label, level)
+            for move in moves:
+                axes.axvline(move, color=INK, linewidth=0.9, linestyle=":")
+            scale(axes, whole=True, from_zero=unit in _FROM_ZERO)
+    with section.chart("Where the time of a step goes", "step", "seconds") as axes:
+        _stack_times(axes, run.steps)
+
+
+def _stack_times(axes: Any, steps: Sequence[Row]) -> None:
+    """The time of each stage of a step, in order; the rest is the time that no stage measured."""
+    stages = dict.fromkeys(
+        name
+        for row in steps
+        for name, seconds in row.items()
+        if name.startswith("timing_s/") and seconds > _LEAST_SHARE * row["timing_s/step"]
+    )
+    del stages["timing_s/step"]
+    spent = {n.removeprefix("timing_s/"): [row.get(n, 0.0) for row in steps] for n in stages}
+    measured = [sum(row.get(name, 0.0) for name in stages) for row in steps]
+    spent["rest"] = [
+        max(0.0, row["timing_s/step"] - part) for row, part in zip(steps, measured, strict=True)
+    ]
+    at = [row["step"] for row in steps]
+    if len(steps) == 1:
+        # With one step the areas would have no width, so draw it half a step to either side.
+        at, spent = [at[0] - 0.5, at[0] + 0.5], {name: s * 2 for name, s in spent.items()}
+    colours = shades(len(spent))
+    areas = axes.stackplot(
+        at, *spent.values(), labels=list(spent), colors=colours, alpha=0.85, step="mid"
+    )
+    for i, area in enumerate(areas):
+        area.set_gid(f"series-{i}")
+    scale(axes, whole=True, from_zero=True)
+
+
+def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
+    """Best and worst response of one group in each of at most four steps."""
+    steps = sorted({row["step"] for row in rows})
+    for index in sorted({round(i * (len(steps) - 1) / 3) for i in range(4)}) if steps else ():
+        of_step = [row for row in rows if row["step"] == steps[index]]
+        first = of_step[0]["task"], of_step[0]["prompt_id"]
+        group = [row for row in of_step if (row["task"], row["prompt_id"]) == first]
+        # A reward that could not be computed is null.
+        group = [row for row in group if row["reward"] is not None] or group[:1]
+        group.sort(key=lambda row: row["reward"] or 0.0, reverse=True)
+        for row in [group[0], group[-1]] if group[1:] else group:
+            scores = {"reward": row["reward"], **row["scores"], "tail": row.get("tail")}
+            facts = [
+                f"Step {row['step']}, {row['task']}/{row['prompt_id']}",
+                *(f"{name} {number(value)}" for name, value in scores.items()),
+                f"{row['length']:,} tokens, finish reason {row['finish_reason']}",
+            ]
+            prompt = _shortened(row.get("prompt", "–"), 1500)
+            yield ", ".join(facts), prompt, _shortened(row["text"], 3000)
+
+
+def _shortened(text: str, most: int) -> str:
+    """Up to `most` characters of either end."""
+    left_out = len(text) - 2 * most
+    if left_out <= 0:
+        return text
+    return f"{text[:most]}\n[… {left_out:,} characters …]\n{text[-most:]}"
