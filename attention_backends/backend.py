@@ -18,11 +18,11 @@ from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.attention_backends.dense_side import build_dense_side, kv_scales
 from sparrow_sglang.attention_backends.gpu_decode import EAGER_ROWS, DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
-from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.attention_backends.pair_variance import PairVariances
-from sparrow_sglang.hf_config import num_layers_of, window_layers
+from sparrow_sglang.hf_config import window_layers
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import INT4
 from sparrow_sglang.sglang_compat.arguments import resolved
 
 if TYPE_CHECKING:
@@ -54,16 +54,6 @@ def sparrow_backend(runner: "ModelRunner") -> "SparrowAttnBackend":
     return cast("SparrowAttnBackend", getattr(backend, "full_attn_backend", backend))
 
 
-def _kv_heads(model_runner: "ModelRunner") -> range:
-    """Which of the model's KV heads this rank has. This follows SGLang's QKVParallelLinear
-    (0.5.17): each rank has the same number of heads, or several ranks share a head where there are
-    more ranks than KV heads."""
-    parallel, count = get_parallel(), model_runner.token_to_kv_pool.head_num
-    total = model_runner.model_config.get_total_num_kv_heads()
-    first = parallel.attn_tp_rank * total // parallel.attn_tp_size
-    return range(first, first + count)
-
-
 def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
     """Raise `ValueError` for arguments of an attention call that the sparse kernels do not take."""
     given = sorted(name for name, value in arguments.items() if value is not None)
@@ -85,8 +75,7 @@ class SparrowAttnBackend(AttentionBackend):
     the active schedule and what requests require; hooks write it between passes. `landmarks` of
     each sparse layer are indexed by physical page: a prefix-cache hit has the landmarks of its
     pages in place, and a page that is freed and used again gets new ones before it is scored.
-    `stock_layers` are those that the stock backend decodes. `pair_variances` are sums over prefill
-    passes while a calibration measures, otherwise None. `dense_step`: whether the stock backend
+    `stock_layers` are those that the stock backend decodes. `dense_step`: whether the stock backend
     decodes all layers of the step that is planned next; `DecodeGraphs` writes it for captured
     steps. `dense_override`: whether decode steps are dense, whatever their lengths; None to go by
     them, as only captured steps do."""
@@ -102,29 +91,21 @@ class SparrowAttnBackend(AttentionBackend):
         self.token_to_kv_pool = both_pools
         self.req_to_token_pool = model_runner.req_to_token_pool
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size
-        rule = schedule.selection
-        self.kv_heads = _kv_heads(model_runner)
-        self.pair_variances: PairVariances | None = None
-        # Allocated outside of the region below, whose memory loses its content when it is released.
         held = _held_layers(both_pools)
-        pairs = {
-            layer_id: kept_pairs(rule, layer_id, self.kv_heads, pool.head_dim, pool.device)
-            for layer_id in held
-            if layer_id not in schedule.dense_layers
-        }
         # Released and resumed together with the KV cache.
         with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.landmarks = {
                 layer_id: allocate_landmarks(
                     num_pages,
                     schedule.page_size,
-                    len(self.kv_heads),
+                    pool.head_num,
                     pool.head_dim,
-                    kept,
                     pool.dtype,
                     pool.device,
+                    int4=schedule.selection == INT4,
                 )
-                for layer_id, kept in pairs.items()
+                for layer_id in held
+                if layer_id not in schedule.dense_layers
             }
         self._last_sparse = max(self.landmarks, default=-1)
         self._keys = {layer: both_pools.get_key_buffer(layer) for layer in self.landmarks}
@@ -140,9 +121,7 @@ class SparrowAttnBackend(AttentionBackend):
         self._copied_dtype = pool.dtype if on_cuda and not self.stock_layers else None
         self.decode_guard = DecodeGuard()
         req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.budgets = BudgetTable(
-            schedule, num_layers_of(hf_config), req_to_token.shape[0], req_to_token.device
-        )
+        self.budgets = BudgetTable(schedule, req_to_token.shape[0], req_to_token.device)
         self.sparse: TorchPagedDecode | TritonPagedDecode
         if on_cuda:
             decode_shape = DecodeShape.of_model(
@@ -248,10 +227,6 @@ class SparrowAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if layer.layer_id in self.landmarks and self.pair_variances is not None:
-            queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
-            keys = self._keys[layer.layer_id]
-            self.pair_variances.add(layer.layer_id, queries, keys, forward_batch)
         self._end_dense(layer)
         return out
 
@@ -293,7 +268,6 @@ class SparrowAttnBackend(AttentionBackend):
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
             self.landmarks.get(layer.layer_id),
-            layer.layer_id,
             layer.scaling * k_scale,
             v_scale,
             **arguments,

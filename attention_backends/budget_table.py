@@ -13,20 +13,15 @@ class BudgetTable:
     """The active schedule and what requests require, as tensors on the device. The device computes
     budgets from these tensors without the host, and the tensors keep their addresses, so a captured
     step needs no new capture when the schedule is switched. A request is identified by its row in
-    SGLang's token table, which has `num_requests`; `num_layers` counts dense layers, too."""
+    SGLang's token table, which has `num_requests`."""
 
     def __init__(
-        self,
-        schedule: BudgetSchedule,
-        num_layers: int,
-        num_requests: int,
-        device: torch.device | str,
+        self, schedule: BudgetSchedule, num_requests: int, device: torch.device | str
     ) -> None:
         self.tensors = Budgets(
             table=torch.empty(MAX_BINS, dtype=torch.int32, device=device),
             bin_pages=torch.empty(1, dtype=torch.int32, device=device),
             caps=torch.empty(num_requests, dtype=torch.int32, device=device),
-            weights=torch.empty(num_layers, dtype=torch.float32, device=device),
             dense_pages=torch.empty(1, dtype=torch.int32, device=device),
         )
         # Caps of the rows that have one. Most rows have none, and need no copy to the device.
@@ -38,14 +33,8 @@ class BudgetTable:
         budgets = schedule.budget_pages
         table = torch.full((MAX_BINS,), budgets[-1], dtype=torch.int32)
         table[: len(budgets)] = torch.tensor(budgets)
-        weights = torch.ones(len(self.tensors.weights))
-        if schedule.selection.layer_weights is not None:
-            weights = torch.tensor(schedule.selection.layer_weights)
-        # A dense layer that has landmarks reads all pages under any budget.
-        weights[list(schedule.dense_layers)] = NO_CAP
         self.tensors.table.copy_(table)
         self.tensors.bin_pages.fill_(schedule.bin_pages)
-        self.tensors.weights.copy_(weights)
         self.tensors.dense_pages.fill_(schedule.dense_tokens // schedule.page_size)
         # Caps of finished requests would change what is timed next.
         self.tensors.caps.fill_(NO_CAP)
@@ -89,14 +78,11 @@ class BudgetTable:
         return min(option.kv_budget_tokens // self.schedule.page_size, NO_CAP)
 
     def num_selected(self, num_pages: torch.Tensor, req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """Pages that each layer reads of the cached `num_pages` [B], [layers, B] in their dtype."""
+        """Pages that a sparse layer reads of the cached `num_pages` [B], in their dtype."""
         cap = self.tensors.caps[req_pool_indices.long()].long()
         bins = (num_pages // self.tensors.bin_pages).clamp_max(MAX_BINS - 1)
         budget = torch.minimum(self.tensors.table[bins.long()].long(), cap)
-        # fp64 holds the product of an fp32 weight and a whole number exactly.
-        weighted = (self.tensors.weights[:, None].double() * budget + 0.5).floor().long()
-        weighted = weighted.clamp_min(self.schedule.least_pages)
         cached = num_pages.long()
         dense = (cap == NO_CAP) & (cached <= self.tensors.dense_pages)
         whole = dense | (cap == EVERY_PAGE)
-        return torch.where(whole, cached, torch.minimum(cached, weighted)).to(num_pages.dtype)
+        return torch.where(whole, cached, torch.minimum(cached, budget)).to(num_pages.dtype)

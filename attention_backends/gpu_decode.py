@@ -10,6 +10,7 @@ from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.landmarks import Landmarks
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import INT4
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -64,18 +65,17 @@ class DecodeShape:
 class DecodeBuffers:
     """Buffers for batches of up to `rows` requests, and the launches that fill them, which are
     tuned for `launch_device` if it is not `device`. `page_table` is [rows, max_pages] int32,
-    `num_selected` [layers, rows] int32, `page_ids` [rows, Hkv, max_pages] int32; besides scratch of
+    `num_selected` [rows] int32, `page_ids` [rows, Hkv, max_pages] int32; besides scratch of
     both kernels, and launches of both and of attention in dense layers, by batch size."""
 
     def __init__(
         self,
         shape: DecodeShape,
         rows: int,
-        num_layers: int,
         device: torch.device,
         launch_device: torch.device | None = None,
     ) -> None:
-        tuned_for, int4 = launch_device or device, shape.schedule.selection.int4
+        tuned_for, int4 = launch_device or device, shape.schedule.selection == INT4
         heads, head_dim, max_pages = shape.num_kv_heads, shape.head_dim, shape.max_pages
         batches = range(1, rows + 1)
 
@@ -96,7 +96,7 @@ class DecodeBuffers:
         self.dense_launch = decode_launches(max_pages)
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.page_ids = torch.zeros(rows, heads, max_pages, dtype=torch.int32, device=device)
-        self.num_selected = torch.zeros(num_layers, rows, dtype=torch.int32, device=device)
+        self.num_selected = torch.zeros(rows, dtype=torch.int32, device=device)
         self.select_scratch = select.allocate_select_scratch(rows, heads, max_pages, device)
         # Small batches are split most, so the largest batch is not the one with most parts.
         launches = [*self.decode_launch.items(), *self.dense_launch.items()]
@@ -147,9 +147,7 @@ class TritonPagedDecode:
             )
         # Free the old buffers first, so that both sets are never allocated at the same time.
         self._buffers = None
-        self._buffers = DecodeBuffers(
-            self._shape, max_batch, len(self._budgets.weights), self._req_to_token.device
-        )
+        self._buffers = DecodeBuffers(self._shape, max_batch, self._req_to_token.device)
 
     def compile_prefill(
         self, k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
@@ -196,7 +194,6 @@ class TritonPagedDecode:
             seq_lens,
             budgets=self._budgets,
             num_selected=self._num_selected,
-            least_pages=self._schedule.least_pages,
         )
 
     def _snapshot(
@@ -221,10 +218,10 @@ class TritonPagedDecode:
         self._captured |= captured
         # The addresses must not change: a captured graph reads them at every replay.
         self._pages = buffers.page_table[:batch]
-        self._num_selected = buffers.num_selected[:, :batch]
+        self._num_selected = buffers.num_selected[:batch]
         if batch > buffers.rows:
             self._pages = buffers.page_table.new_empty(batch, self._shape.max_pages)
-            self._num_selected = buffers.num_selected.new_empty(len(buffers.num_selected), batch)
+            self._num_selected = buffers.num_selected.new_empty(batch)
 
     def _reserved(self, batch: int) -> DecodeBuffers:
         """The buffers, allocated for `batch` if none were reserved yet, as in a warm-up."""
@@ -256,7 +253,6 @@ class TritonPagedDecode:
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
         landmarks: Landmarks | None,
-        layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
@@ -272,7 +268,7 @@ class TritonPagedDecode:
             batch, num_selected, launch = len(seq_lens), None, buffers.dense_launch
             page_ids = pages[:, None].expand(-1, k_buffer.shape[1], -1)
             if landmarks is not None:
-                num_selected, launch = self._num_selected[layer_id, rows], buffers.decode_launch
+                num_selected, launch = self._num_selected[rows], buffers.decode_launch
                 page_ids = buffers.page_ids[:batch]
                 new = new_tokens and select.NewTokens(*(of[rows] for of in new_tokens))
                 select.select_pages(

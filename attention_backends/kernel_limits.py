@@ -3,7 +3,7 @@ path has no such limits."""
 
 from typing import TYPE_CHECKING
 
-from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule
+from sparrow_sglang.schedules.schedule import PAGE_SIZES
 from sparrow_sglang.sglang_compat.arguments import attention_tp_size
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ MAX_GROUP = 16
 """A group of query heads is one operand of the tensor cores, whose smallest M is 16."""
 MAX_PAGES = 32767
 """The compaction of selected pages packs two page counts into one int32, 15 bits for the upper."""
-PAIRS_MULTIPLE = 8
-"""Lines of int4 codes start at multiples of 8 bytes."""
 FP8_CAPABILITY = (8, 9)
 """Triton reads float8_e4m3fn from this compute capability on."""
 
@@ -64,14 +62,4 @@ def fp8_problems(capability: tuple[int, int]) -> list[str]:
     return [
         f"FP8 KV cache on a GPU of compute capability {capability[0]}.{capability[1]}: Triton reads"
         f" float8_e4m3fn from {major}.{minor} on; pass --kv-cache-dtype bf16"
-    ]
-
-
-def rule_problems(schedule: BudgetSchedule) -> list[str]:
-    rule = schedule.selection
-    if rule.landmark_pairs is None or not (pairs := rule.pairs_kept(0)) % PAIRS_MULTIPLE:
-        return []
-    return [
-        f"schedule {schedule.name}: selection.landmark_pairs={pairs} of each KV head: the GPU"
-        f" kernels take multiples of {PAIRS_MULTIPLE}, or null for all"
     ]

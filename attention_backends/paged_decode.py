@@ -94,8 +94,8 @@ class TorchPagedDecode:
     def _update(self, k_buffer: torch.Tensor, landmarks: Landmarks) -> None:
         if self._full_pages.numel():
             k_pages = k_buffer.view(-1, self._page_size, *k_buffer.shape[1:])
-            pairs = landmarks.pairs if isinstance(landmarks, Int4Landmarks) else None
-            computed: Any = reference.page_landmarks(k_pages[self._full_pages], pairs)
+            int4 = isinstance(landmarks, Int4Landmarks)
+            computed: Any = reference.page_landmarks(k_pages[self._full_pages], int4)
             landmarks.write(self._full_pages, computed)
 
     def decode(
@@ -104,7 +104,6 @@ class TorchPagedDecode:
         k_buffer: torch.Tensor,
         v_buffer: torch.Tensor,
         landmarks: Landmarks | None,
-        layer_id: int,
         sm_scale: float,
         v_scale: float = 1.0,
         sinks: torch.Tensor | None = None,
@@ -116,7 +115,7 @@ class TorchPagedDecode:
         num_selected = self._num_pages
         if landmarks is not None:
             self._update(k_buffer, landmarks)
-            num_selected = self._num_selected[layer_id]
+            num_selected = self._num_selected
             if not torch.equal(num_selected, self._num_pages):
                 scores = reference.score_pages(q, landmarks, self._pages)
                 selected = reference.select_pages(

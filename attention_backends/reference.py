@@ -16,50 +16,34 @@ from sparrow_sglang.attention_backends.landmarks import (
 from sparrow_sglang.schedules.selection import int4_landmark_tokens
 
 
-def page_landmarks(k_pages: torch.Tensor, pairs: torch.Tensor | None = None) -> Landmarks:
+def page_landmarks(k_pages: torch.Tensor, int4: bool = False) -> Landmarks:
     """The landmarks of full pages: means of cached (post-RoPE) keys, as they are stored.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the keys as they stand in the KV pool; of an FP8 pool
             without its scale, see `landmark_dtype`.
-        pairs: [Hkv, C/2] int64, the rotary pairs that int4 landmarks of the layer keep; None for
-            the published rule's mean of the whole page.
+        int4: whether landmarks are int4 ones of a few tokens each, or the published rule's mean of
+            the whole page.
 
     Returns:
         Landmarks of the P pages; means are taken in fp32, and rounded once.
     """
     page_size = k_pages.shape[1]
-    tokens = page_size if pairs is None else int4_landmark_tokens(page_size)
+    tokens = int4_landmark_tokens(page_size) if int4 else page_size
     means = k_pages.unflatten(1, (-1, tokens)).mean(dim=2, dtype=torch.float32).transpose(1, 2)
-    if pairs is None:
-        return MeanLandmarks(means.to(landmark_dtype(k_pages.dtype)))
-    return Int4Landmarks.of(stored_channels(means, pairs), pairs)
+    if int4:
+        return Int4Landmarks.of(means)
+    return MeanLandmarks(means.to(landmark_dtype(k_pages.dtype)))
 
 
-def stored_channels(vectors: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """The channels [..., Hkv, N, C] of keys or queries [..., Hkv, N, D] that landmarks keep.
+def group_queries(q: torch.Tensor, num_kv_heads: int, int4: bool) -> torch.Tensor:
+    """The queries that score for each KV head: [..., Hkv, 1 or group, D] fp32 of q [..., Hq, D].
 
-    Pair i of the D/2 rotary pairs is (i, i + D/2), as in GPT-NeoX. The first members of `pairs`
-    [Hkv, C/2] come first, then their second members; if all pairs are kept, `vectors` are returned
-    unchanged.
-    """
-    half = vectors.shape[-1] // 2
-    if pairs.shape[-1] == half:
-        return vectors
-    channels = torch.cat([pairs, pairs + half], dim=-1)[:, None]
-    return vectors.gather(-1, channels.expand(*vectors.shape[:-1], -1))
-
-
-def group_queries(q: torch.Tensor, num_kv_heads: int, pairs: torch.Tensor | None) -> torch.Tensor:
-    """The queries that score for each KV head: [..., Hkv, 1 or group, C] fp32 of q [..., Hq, D].
-
-    The mean of the heads that share a KV head under the published rule, where `pairs` is None;
-    each of them where landmarks are int4.
+    The mean of the heads that share a KV head under the published rule; each of them where
+    landmarks are `int4`.
     """
     groups = q.float().unflatten(-2, (num_kv_heads, -1))
-    if pairs is None:
-        return groups.mean(dim=-2, keepdim=True)
-    return stored_channels(groups, pairs)
+    return groups if int4 else groups.mean(dim=-2, keepdim=True)
 
 
 def score_pages(q: torch.Tensor, landmarks: Landmarks, page_table: torch.Tensor) -> torch.Tensor:
@@ -79,12 +63,10 @@ def score_pages(q: torch.Tensor, landmarks: Landmarks, page_table: torch.Tensor)
         [B, Hkv, N] in fp32.
     """
     listed = landmarks.at(page_table)
-    if isinstance(listed, MeanLandmarks):
-        vectors, pairs = listed.values(), None
-    else:
-        vectors, pairs = listed.unpacked(), listed.pairs
-    queries = group_queries(q, vectors.shape[2], pairs)
-    products = torch.einsum("bhgc,bnhmc->bhngm", queries, vectors)
+    int4 = isinstance(listed, Int4Landmarks)
+    vectors = listed.unpacked() if isinstance(listed, Int4Landmarks) else listed.values()
+    queries = group_queries(q, vectors.shape[2], int4)
+    products = torch.einsum("bhgd,bnhmd->bhngm", queries, vectors)
     if isinstance(listed, Int4Landmarks):
         products *= listed.scales.float().transpose(1, 2)[..., None, :]
     return best_product(products)

@@ -3,7 +3,6 @@ target, flushed to the disk and renamed."""
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 DRAFT_PREFIX = ".draft-"
-# Lists of integers at this depth, such as the thousands of rotary pairs in a schedule. JSON strings
-# hold no line breaks, so the pattern matches none of them.
-_DEEP_NUMBERS = re.compile(r"\[\n {5}\d+(,\n {5}\d+)*\n {4}\]")
 
 
 @contextmanager
@@ -55,10 +51,8 @@ def write_text(target: Path, content: str) -> None:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Write indented JSON, with each deep list of integers on one line. Raises `OSError`."""
-    text = json.dumps(value, indent=1) + "\n"
-    joined = _DEEP_NUMBERS.sub(lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)
-    write_text(target, joined)
+    """Write indented JSON. Raises `OSError`."""
+    write_text(target, json.dumps(value, indent=1) + "\n")
 
 
 def _flush(path: Path) -> None:

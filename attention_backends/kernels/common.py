@@ -60,9 +60,8 @@ def store_head(target: tl.tensor, columns: tl.tensor, values: tl.tensor, D: tl.c
 
 
 @triton.jit
-def pair_columns(PAIRS: tl.constexpr) -> tl.tensor:
-    """Columns of a tile with a byte for each rotary pair kept, and the padding behind them."""
-    width: tl.constexpr = (
-        16 if PAIRS <= 16 else (32 if PAIRS <= 32 else (64 if PAIRS <= 64 else 128))
-    )
+def pair_columns(D: tl.constexpr) -> tl.tensor:
+    """Columns of a tile with a byte for each pair of a head's channels, and the padding behind
+    them."""
+    width: tl.constexpr = D // 2 if D & (D - 1) == 0 else 64
     return tl.arange(0, width)

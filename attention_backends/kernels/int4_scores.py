@@ -25,38 +25,23 @@ def _unpack(codes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def pair_channels(
-    pairs: tl.tensor, head: tl.tensor, D: tl.constexpr, PAIRS: tl.constexpr, RUN: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """A query's channels, and which of them exist: first members of RUN pairs, their second ones,
-    then the next pairs."""
-    index = tl.arange(0, 2 * pair_columns(PAIRS).shape[0])
-    of_pair = index // (2 * RUN) * RUN + index % RUN
-    exists = of_pair < PAIRS
-    pair = tl.load(pairs + head * PAIRS + of_pair, mask=exists, other=0)
-    return pair + index // RUN % 2 * (D // 2), exists
-
-
-@triton.jit
 def query_digits(
-    q_group: tl.tensor,
-    channel: tl.tensor,
-    exists: tl.tensor,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    D: tl.constexpr,
-    RUN: tl.constexpr,
+    q_group: tl.tensor, GROUP: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The group's queries as int8 digits [channels, COLUMNS], what the sums of codes times digits
-    start from, and the units of two digits each, [COLUMNS / 2]. A query becomes a fixed-point
+    start from, and the units of two digits each, [COLUMNS / 2]. Channels are the first members of
+    all pairs, then the second ones, each with padding behind them. A query becomes a fixed-point
     number of 31 bits, or 27 in second members, at the exponent of its largest channel, in four
     digits: columns 4h to 4h + 3 hold those of query h. The unit of a query that is not finite is
     not a number."""
-    member = tl.arange(0, channel.shape[0]) // RUN % 2
+    WIDTH: tl.constexpr = pair_columns(D).shape[0]
+    index = tl.arange(0, 2 * WIDTH)
+    member, pair = index // WIDTH, index % WIDTH
+    channel = pair + member * (D // 2)
     # Padding columns repeat heads of the group, which changes no maximum.
     of_head = (tl.arange(0, COLUMNS) // 4) % GROUP
     query = tl.load(
-        q_group + of_head[None, :] * D + channel[:, None], mask=exists[:, None], other=0.0
+        q_group + of_head[None, :] * D + channel[:, None], mask=pair[:, None] < D // 2, other=0.0
     ).to(tl.float32)
     largest = tl.max(tl.abs(query), 0)
     finite = (tl.max((query != query).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
@@ -93,9 +78,8 @@ def score_int4_pages(
     first: tl.tensor,
     end: tl.tensor,
     HEADS: tl.constexpr,
+    D: tl.constexpr,
     LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    RUN: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
@@ -105,7 +89,8 @@ def score_int4_pages(
     A query that is not finite counts for no page."""
     COLUMNS: tl.constexpr = digits.shape[1]
     ROWS: tl.constexpr = LANDMARKS * BLOCK
-    pair = pair_columns(PAIRS)
+    PAIRS: tl.constexpr = D // 2
+    pair = pair_columns(D)
     WIDTH: tl.constexpr = pair.shape[0]
     start_value = tl.zeros((ROWS, COLUMNS), tl.int32) + offset[None, :]
     landmark = tl.arange(0, LANDMARKS)
@@ -125,9 +110,7 @@ def score_int4_pages(
         tile = tl.reshape(tl.permute(tile, (1, 0, 2)), (ROWS, WIDTH))
         scale = tl.reshape(tl.permute(scale, (1, 0)), (ROWS,)).to(tl.float32)
         first_codes, second_codes = _unpack(tile)
-        first_codes = tl.reshape(first_codes, (ROWS, WIDTH // RUN, RUN))
-        second_codes = tl.reshape(second_codes, (ROWS, WIDTH // RUN, RUN))
-        both = tl.permute(tl.join(first_codes, second_codes), (0, 1, 3, 2))
+        both = tl.permute(tl.join(first_codes, second_codes), (0, 2, 1))
         sums = tl.dot(tl.reshape(both, (ROWS, 2 * WIDTH)), digits, start_value, out_dtype=tl.int32)
         low, high = tl.split(tl.reshape(sums, (ROWS, COLUMNS // 2, 2)))
         parts = (low + 256 * high).to(tl.float32) * unit[None, :]

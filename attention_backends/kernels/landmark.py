@@ -35,28 +35,26 @@ def store_int4_landmarks(
     k_buffer: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
-    pairs: tl.tensor,
     page: tl.tensor,
     head: tl.tensor,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
 ) -> None:
     ROW: tl.constexpr = HEADS * D
     TOKENS: tl.constexpr = PAGE // LANDMARKS
-    pair = pair_columns(PAIRS)
+    PAIRS: tl.constexpr = D // 2
+    pair = pair_columns(D)
     exists = pair[None, :] < PAIRS
     landmark = tl.arange(0, LANDMARKS)
     first_slot = page * PAGE + landmark[:, None] * TOKENS
-    channel = tl.load(pairs + head * PAIRS + pair, mask=pair < PAIRS, other=0)
-    at = k_buffer + first_slot * ROW + head * D + channel[None, :]
+    at = k_buffer + first_slot * ROW + head * D + pair[None, :]
     first = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-    second = tl.load(at + D // 2, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(at + PAIRS, mask=exists, other=0.0).to(tl.float32)
     for token in tl.static_range(1, TOKENS):
         first += tl.load(at + token * ROW, mask=exists, other=0.0).to(tl.float32)
-        second += tl.load(at + token * ROW + D // 2, mask=exists, other=0.0).to(tl.float32)
+        second += tl.load(at + token * ROW + PAIRS, mask=exists, other=0.0).to(tl.float32)
     first *= 1.0 / TOKENS
     second *= 1.0 / TOKENS
     largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
@@ -85,20 +83,16 @@ def _store_landmarks(
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
     scales: tl.tensor,
-    pairs: tl.tensor,
     page: tl.tensor,
     head: tl.tensor,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
 ) -> None:
-    """Those of one page and KV head; means if there are no PAIRS."""
-    if PAIRS > 0:
-        store_int4_landmarks(
-            k_buffer, landmarks, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
-        )
+    """Those of one page and KV head: LANDMARKS int4 ones, or a mean where that is 0."""
+    if LANDMARKS > 0:
+        store_int4_landmarks(k_buffer, landmarks, scales, page, head, HEADS, D, PAGE, LANDMARKS)
     else:
         columns = head_columns(D)
         at = head * D + columns
@@ -111,7 +105,6 @@ def update_landmark_of_last_page(
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
     scales: tl.tensor,
-    pairs: tl.tensor,
     pages: tl.tensor,
     seq_len: tl.tensor,
     head: tl.tensor,
@@ -119,15 +112,12 @@ def update_landmark_of_last_page(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
 ) -> None:
     """Write the landmarks of the page that the current token filled, if it filled one. That page is
     the most recent one, which this step keeps without scoring it."""
     if (seq_len > 0) & (seq_len % PAGE == 0):
         page = tl.load(pages + seq_len // PAGE - 1).to(tl.int64)
-        _store_landmarks(
-            k_buffer, landmarks, scales, pairs, page, head, HEADS, D, PAGE, LANDMARKS, PAIRS
-        )
+        _store_landmarks(k_buffer, landmarks, scales, page, head, HEADS, D, PAGE, LANDMARKS)
 
 
 @triton.jit(do_not_specialize=["table_stride", "before", "after"])
@@ -136,7 +126,6 @@ def _landmarks_kernel(
     k_buffer: tl.tensor,
     landmarks: tl.tensor,
     scales: tl.tensor,
-    pairs: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
     table_stride: tl.tensor,
@@ -146,7 +135,6 @@ def _landmarks_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
 ) -> None:
     """Program (page, row, layer and head); the tensors of one layer give the types."""
     row = tl.program_id(1)
@@ -154,35 +142,34 @@ def _landmarks_kernel(
     seq_len = tl.load(seq_lens + row)
     index = tl.maximum(seq_len - before, 0) // PAGE + tl.program_id(0)
     if index < (seq_len + after) // PAGE:
-        of_layer = addresses + layer * 4
+        of_layer = addresses + layer * 3
         _store_landmarks(
             tl.multiple_of(tl.load(of_layer).to(k_buffer.dtype), 16),
             tl.multiple_of(tl.load(of_layer + 1).to(landmarks.dtype), 16),
             tl.load(of_layer + 2).to(scales.dtype),
-            tl.load(of_layer + 3).to(pairs.dtype),
             tl.load(page_table + row.to(tl.int64) * table_stride + index).to(tl.int64),
             head,
             HEADS,
             D,
             PAGE,
             LANDMARKS,
-            PAIRS,
         )
 
 
-def _tensors(landmarks: Landmarks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def kernel_tensors(landmarks: Landmarks) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Codes, scales and their number of a page; means twice and 0 under the published rule."""
     if isinstance(landmarks, Int4Landmarks):
-        return landmarks.codes, landmarks.scales, landmarks.pairs
-    return (landmarks.means,) * 3
+        return landmarks.codes, landmarks.scales, landmarks.codes.shape[2]
+    return landmarks.means, landmarks.means, 0
 
 
 def address_table(
     k_buffers: dict[int, torch.Tensor], landmarks: dict[int, Landmarks]
 ) -> torch.Tensor:
-    """For `update_landmarks`: [layers, 4] int64, of keys and landmarks by layer, contiguous."""
+    """For `update_landmarks`: [layers, 3] int64, of keys and landmarks by layer, contiguous."""
     rows = []
     for layer, k_buffer in k_buffers.items():
-        tensors = k_buffer, *_tensors(landmarks[layer])
+        tensors = k_buffer, *kernel_tensors(landmarks[layer])[:2]
         assert_dense(*tensors)
         rows.append([tensor.data_ptr() for tensor in tensors])
     # As the kernel is told.
@@ -208,13 +195,13 @@ def update_landmarks(
     layers; `k_buffer` [num_slots, Hkv, D] and `landmarks` are those of any of them. `page_table`
     [bs, max_pages] int32 holds physical pages; `seq_lens` [bs] are int32 or int64."""
     _, num_kv_heads, head_dim = k_buffer.shape
-    tensors = _tensors(landmarks)
-    int4 = isinstance(landmarks, Int4Landmarks)
+    values, scales, count = kernel_tensors(landmarks)
     most_pages = (before + after + page_size - 2) // page_size + 1
     _landmarks_kernel[(most_pages, len(seq_lens), len(addresses) * num_kv_heads)](
         addresses,
         k_buffer,
-        *tensors,
+        values,
+        scales,
         page_table,
         seq_lens,
         page_table.stride(0),
@@ -223,7 +210,6 @@ def update_landmarks(
         HEADS=num_kv_heads,
         D=head_dim,
         PAGE=page_size,
-        LANDMARKS=tensors[0].shape[2] if int4 else 1,
-        PAIRS=tensors[0].shape[3] if int4 else 0,
+        LANDMARKS=count,
         num_warps=1,
     )

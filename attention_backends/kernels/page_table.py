@@ -10,7 +10,7 @@ import triton.language as tl
 
 NO_CAP = 2**31 - 1
 EVERY_PAGE = -1
-"""Cap of a request that keeps all pages in every layer."""
+"""Cap of a request that keeps all pages."""
 _BLOCK = 256
 
 
@@ -19,23 +19,16 @@ class Budgets(NamedTuple):
     table: [num_bins] int32, total pages to keep in a bin, sinks and recent included;
     bin_pages: [1] int32, pages a bin (the last bin has no end);
     caps: [num_requests] int32, the most pages that a request may keep, NO_CAP or EVERY_PAGE;
-    weights: [num_layers] fp32: a layer keeps floor(weight * budget + 1/2) pages, computed exactly,
-    and no fewer than sinks and recent ones;
     dense_pages: [1] int32: a request that holds no more, and has no cap, keeps all pages."""
 
     table: torch.Tensor
     bin_pages: torch.Tensor
     caps: torch.Tensor
-    weights: torch.Tensor
     dense_pages: torch.Tensor
 
 
-# The number of rows differs between captured batches and larger ones, and lengths of drafts are one
-# of several rows.
-@triton.jit(
-    do_not_specialize=["selected_stride"],
-    do_not_specialize_on_alignment=["req_pool_indices", "seq_lens"],
-)
+# Lengths of drafts are one of several rows.
+@triton.jit(do_not_specialize_on_alignment=["req_pool_indices", "seq_lens"])
 def _snapshot_kernel(
     req_to_token: tl.tensor,
     req_pool_indices: tl.tensor,
@@ -44,18 +37,13 @@ def _snapshot_kernel(
     budget_table: tl.tensor,
     bin_pages: tl.tensor,
     caps: tl.tensor,
-    weights: tl.tensor,
     dense_pages: tl.tensor,
     num_selected: tl.tensor,
     req_stride: tl.tensor,
     table_stride: tl.tensor,
     table_width: tl.tensor,
-    selected_stride: tl.tensor,
-    least_pages: tl.tensor,
     PAGE: tl.constexpr,
     NUM_BINS: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
-    LAYERS_PAD: tl.constexpr,
     WITH_BUDGETS: tl.constexpr,
     UNCAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,15 +58,8 @@ def _snapshot_kernel(
             page_bin = tl.minimum(held // tl.load(bin_pages), NUM_BINS - 1)
             cap = tl.load(caps + request)
             budget = tl.minimum(tl.load(budget_table + page_bin), cap)
-            layer = tl.arange(0, LAYERS_PAD)
-            real = layer < NUM_LAYERS
-            weight = tl.load(weights + layer, mask=real, other=0.0)
-            # fp64 holds the product of an fp32 weight and a whole number exactly.
-            share = tl.floor(weight.to(tl.float64) * budget.to(tl.float64) + 0.5)
-            share = tl.minimum(tl.maximum(share, least_pages), held)
             whole = (cap < 0) | ((cap == UNCAPPED) & (held <= tl.load(dense_pages)))
-            share = tl.where(whole, held, share.to(tl.int32))
-            tl.store(num_selected + layer * selected_stride + row, share, mask=real)
+            tl.store(num_selected + row, tl.where(whole, held, tl.minimum(budget, held)))
     pages = tl.minimum(held, table_width)
     if block * BLOCK < pages:
         index = block * BLOCK + tl.arange(0, BLOCK)
@@ -96,7 +77,6 @@ def snapshot_page_table(
     page_size: int,
     budgets: Budgets | None = None,
     num_selected: torch.Tensor | None = None,
-    least_pages: int = 0,
 ) -> None:
     """Copy each request's physical pages out of `req_to_token`, and look up its KV budget.
 
@@ -106,14 +86,11 @@ def snapshot_page_table(
         seq_lens: [bs] int32 or int64.
         page_table: [>= bs, max_pages] int32; entries below each row's page count are written.
         budgets: None, as is `num_selected`, where no page will be selected, as in a prefill.
-        num_selected: [layers, bs] int32, as many layers as in `budgets.weights`; written: min(pages
-            held, weight * min(budget of the length, cap of the request)).
-        least_pages: sinks and recent pages, which no weight goes below.
+        num_selected: [bs] int32; written: pages that a sparse layer keeps of each row.
     """
     batch = seq_lens.shape[0]
-    layers = 1 if budgets is None else len(budgets.weights)
     assert page_table.shape[0] >= batch and (budgets is None) == (num_selected is None)
-    assert num_selected is None or num_selected.shape == (layers, batch)
+    assert num_selected is None or num_selected.shape == (batch,)
     _snapshot_kernel[(batch, triton.cdiv(page_table.shape[1], _BLOCK))](
         req_to_token,
         req_pool_indices,
@@ -124,12 +101,8 @@ def snapshot_page_table(
         req_to_token.stride(0),
         page_table.stride(0),
         page_table.shape[1],
-        0 if num_selected is None else num_selected.stride(0),
-        least_pages,
         PAGE=page_size,
         NUM_BINS=1 if budgets is None else len(budgets.table),
-        NUM_LAYERS=layers,
-        LAYERS_PAD=triton.next_power_of_2(layers),
         WITH_BUDGETS=num_selected is not None,
         UNCAPPED=NO_CAP,
         BLOCK=_BLOCK,

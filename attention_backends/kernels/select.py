@@ -14,17 +14,15 @@ from sparrow_sglang.attention_backends.kernels.common import (
     dependent_launch,
     head_columns,
     head_mask,
-    pair_columns,
     sm_count,
 )
-from sparrow_sglang.attention_backends.kernels.int4_scores import (
-    pair_channels,
-    query_digits,
-    score_int4_pages,
+from sparrow_sglang.attention_backends.kernels.int4_scores import query_digits, score_int4_pages
+from sparrow_sglang.attention_backends.kernels.landmark import (
+    kernel_tensors,
+    update_landmark_of_last_page,
 )
-from sparrow_sglang.attention_backends.kernels.landmark import update_landmark_of_last_page
 from sparrow_sglang.attention_backends.kernels.topk import order_keys, store_selected
-from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
+from sparrow_sglang.attention_backends.landmarks import Landmarks
 
 # The smallest N of the tensor cores: three columns hold the query, the others are 0.
 _MMA_COLUMNS = 16
@@ -149,8 +147,8 @@ def _score_pages(
         tl.store(keys + index, order_keys(score), mask=inside)
 
 
-# `splits` differs by batch size, the alignment of the others by batch size and layer. If they were
-# constants, a kernel would be compiled for each value.
+# `splits` and the alignment of the others differ by batch size. If they were constants, a kernel
+# would be compiled for each value.
 @triton.jit(
     do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["new_slots", "seq_lens", "num_selected"],
@@ -164,7 +162,6 @@ def _select_kernel(
     new_slots: tl.tensor,
     landmarks: tl.tensor,
     scales: tl.tensor,
-    pairs: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
     num_selected: tl.tensor,
@@ -187,7 +184,6 @@ def _select_kernel(
     STORE: tl.constexpr,
     UPDATE_LANDMARK: tl.constexpr,
     LANDMARKS: tl.constexpr,
-    PAIRS: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     MMA_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -197,16 +193,13 @@ def _select_kernel(
 ) -> None:
     """Program (row · HEADS + head, split) scores its share; the first split stores the new token,
     the last one to finish selects.
-    PAIRS: number of rotary pairs that the int4 landmarks in `landmarks` and `scales` keep, listed
-    in `pairs`; 0 where `landmarks` are means of whole pages."""
+    LANDMARKS: number of int4 landmarks of a page, in `landmarks` and `scales`; 0 where `landmarks`
+    are means of whole pages."""
     pair = tl.program_id(0)
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
     columns = head_columns(D)
-    if PAIRS > 0:
-        RUN: tl.constexpr = 4 if PAIRS <= 16 else pair_columns(PAIRS).shape[0]
-        channel, exists = pair_channels(pairs, head, D, PAIRS, RUN)
     if EARLY:
         gdc_wait()
     # A small batch mostly waits for the loads before the first landmark: they are issued together,
@@ -214,7 +207,7 @@ def _select_kernel(
     keep = tl.load(num_selected + row)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     q_group = q + row * q_stride + head * GROUP * D
-    if PAIRS == 0:
+    if LANDMARKS == 0:
         member = tl.arange(0, GROUP_PAD)
         group = tl.load(
             q_group + member[:, None] * D + columns[None, :],
@@ -224,7 +217,7 @@ def _select_kernel(
     else:
         # Tensor cores take 8 columns or more.
         COLUMNS: tl.constexpr = max(4 * GROUP_PAD, 8)
-        digits, offset, unit = query_digits(q_group, channel, exists, GROUP, COLUMNS, D, RUN)
+        digits, offset, unit = query_digits(q_group, GROUP, COLUMNS, D)
     if STORE:
         stores = (columns < D) & (split == 0)
         slot = tl.load(new_slots + row).to(tl.int64)
@@ -250,7 +243,6 @@ def _select_kernel(
                 k_buffer,
                 landmarks,
                 scales,
-                pairs,
                 pages,
                 seq_len,
                 head,
@@ -258,7 +250,6 @@ def _select_kernel(
                 D,
                 PAGE,
                 LANDMARKS,
-                PAIRS,
             )
 
     if keep >= num_pages:
@@ -274,7 +265,7 @@ def _select_kernel(
         if split < active:
             first = SINK_PAGES + split * share
             end = tl.minimum(first + share, num_pages - RECENT_PAGES)
-            if PAIRS > 0:
+            if LANDMARKS > 0:
                 score_int4_pages(
                     digits,
                     offset,
@@ -287,9 +278,8 @@ def _select_kernel(
                     first,
                     end,
                     HEADS,
+                    D,
                     LANDMARKS,
-                    PAIRS,
-                    RUN,
                     BLOCK,
                     STAGES,
                 )
@@ -359,15 +349,10 @@ def select_pages(
     group, rows = num_q_heads // num_kv_heads, batch * num_kv_heads
     max_pages = page_table.shape[1]
     new = new_tokens or NewTokens(k_buffer, v_buffer, seq_lens)
-    assert_dense(k_buffer, v_buffer, page_ids, new.slots, *landmarks)
+    values, scales, count = kernel_tensors(landmarks)
+    assert_dense(k_buffer, v_buffer, page_ids, new.slots, values, scales)
     assert q.stride(1) == head_dim and num_q_heads == group * num_kv_heads and recent_pages > 0
     assert max_pages <= min(MAX_PAGES, scratch.keys.shape[1]) and rows <= len(scratch.arrivals)
-    pairs = 0
-    if isinstance(landmarks, Int4Landmarks):
-        stored: tuple[torch.Tensor | None, ...] = landmarks
-        count, pairs = landmarks.codes.shape[2:]
-    else:
-        stored, count = (landmarks.means,) * 3, 1
     assert new.keys.stride()[1:] == new.values.stride()[1:] == (head_dim, 1)
     assert new.keys.dtype == k_buffer.dtype and new.values.dtype == v_buffer.dtype
     early = dependent_launch(q.device)
@@ -376,7 +361,8 @@ def select_pages(
         k_buffer,
         v_buffer,
         *new,
-        *stored,
+        values,
+        scales,
         page_table,
         seq_lens,
         num_selected,
@@ -399,7 +385,6 @@ def select_pages(
         STORE=new_tokens is not None,
         UPDATE_LANDMARK=update_landmark,
         LANDMARKS=count,
-        PAIRS=pairs,
         GROUP_PAD=triton.next_power_of_2(group),
         MMA_COLUMNS=_MMA_COLUMNS,
         BLOCK=launch.block_pages,

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparrow_sglang.attention_backends.landmarks import kept_pairs
 from sparrow_sglang.attention_backends.reference import (
     best_product,
     group_queries,
@@ -24,6 +23,7 @@ from sparrow_sglang.attention_backends.reference import (
 )
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import INT4
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,25 +111,24 @@ class SparseRule:
 
     schedule: BudgetSchedule
     prompt_lengths: tuple[int, ...]
-    _read: dict[tuple[torch.device, float], torch.Tensor] = field(
+    _read: dict[torch.device, torch.Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _chosen: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def pages_read(self, cached: int, layer: int, device: torch.device) -> torch.Tensor:
+    def pages_read(self, cached: int, device: torch.device) -> torch.Tensor:
         """Pages that a sparse layer reads, int64, by the number of pages cached, 0 to at least
-        `cached`. Computed once for all layers of the same weight: it is slow at 32K positions."""
-        weight = self.schedule.layer_weight(layer)
-        read = self._read.get((device, weight))
+        `cached`. Computed once for all layers: it is slow at 32K positions."""
+        read = self._read.get(device)
         if read is None or len(read) <= cached:
-            counts = self.schedule.pages_read(np.arange(cached + 1), weight)
-            read = self._read[device, weight] = torch.from_numpy(counts).to(device)
+            counts = self.schedule.pages_read(np.arange(cached + 1))
+            read = self._read[device] = torch.from_numpy(counts).to(device)
         return read
 
     def selected_pages(
-        self, query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...], layer: int
+        self, query: torch.Tensor, key: torch.Tensor, late: tuple[tuple[int, int], ...]
     ) -> Iterator[torch.Tensor]:
         """Pages that the positions `late` (start, end) of each of S sequences attend to. `query` is
         [S, Hq, R, D], `key` [S, Hkv, T, D], padded as by `padding`. Yields bool chunks [S, Hkv,
@@ -137,18 +136,19 @@ class SparseRule:
         last."""
         schedule = self.schedule
         count, heads, length, _ = key.shape
-        landmarks, pairs = stored_landmarks(key, schedule, layer)
+        int4 = schedule.selection == INT4
+        landmarks = stored_landmarks(key, schedule.page_size, int4)
         positions = padding(late, query.device).source
-        read = self.pages_read(schedule.num_pages(length), layer, query.device)
+        read = self.pages_read(schedule.num_pages(length), query.device)
         products_of_row = count * heads * schedule.num_pages(length) * landmarks.shape[3]
-        if schedule.selection.int4:
+        if int4:
             products_of_row *= query.shape[1] // heads
         rows = _rows_at_once(products_of_row)
         for first in range(0, query.shape[2], rows):
             last = min(first + rows, query.shape[2])
             end = min(max(start for start, _ in late) + last, length)
             scored = landmarks[:, :, : end // schedule.page_size]
-            scores = page_scores(query[:, :, first:last], scored, pairs)
+            scores = page_scores(query[:, :, first:last], scored, int4)
             # A partial page has no score; it is the last page, which is always kept.
             scores = F.pad(scores, (0, schedule.num_pages(end) - scores.shape[-1]))
             pages = (positions[:, first:last] // schedule.page_size + 1).flatten()
@@ -156,7 +156,7 @@ class SparseRule:
                 scores.transpose(1, 2).flatten(0, 1),
                 pages,
                 read[pages],
-                int(schedule.pages_read(scores.shape[-1], schedule.layer_weight(layer))),
+                int(schedule.pages_read(scores.shape[-1])),
                 schedule.sink_pages,
                 schedule.recent_pages,
             )
@@ -183,7 +183,7 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Attention of the `spans` (first, end) of a pack, as the server computes it. `query` is [1,
     Hq, T, D], `key` and `value` [1, Hkv, T, D], after RoPE. Prompt positions attend to everything
-    before them; a later position t to the pages that the budget allows this layer at length t + 1.
+    before them; a later position t to the pages that the budget allows at length t + 1.
     Returns [1, Hq, n, D], the spans concatenated. Under autocast, inputs and landmarks are rounded
     first, as on the server. The selection of a pass that `runs_twice` is computed once."""
     device = query.device
@@ -191,7 +191,7 @@ def sparse_attention(
         dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     schedule = rule.schedule
-    always_dense = schedule.first_sparse_length(weight=schedule.layer_weight(layer)) - 1
+    always_dense = schedule.first_sparse_length() - 1
     lengths = [end - first for first, end in spans]
     if max(lengths) <= always_dense:
         return causal_attention(query, key, value, spans, scaling)
@@ -212,7 +212,7 @@ def sparse_attention(
     by_rows = _by_rows(rows)
 
     def choose() -> Any:
-        selection = rule.selected_pages(rows.detach(), keys.detach(), late, layer)
+        selection = rule.selected_pages(rows.detach(), keys.detach(), late)
         if by_rows:
             return list(selection)
         group = rows.shape[1] // keys.shape[1]
@@ -263,12 +263,10 @@ def attend_by_rows(
     return torch.cat(parts, dim=2)
 
 
-def page_scores(
-    query: torch.Tensor, landmarks: torch.Tensor, pairs: torch.Tensor | None
-) -> torch.Tensor:
+def page_scores(query: torch.Tensor, landmarks: torch.Tensor, int4: bool) -> torch.Tensor:
     """`reference.score_pages` of full pages: fp32 [S, Hkv, R, pages], with gradient, of `query` [S,
-    Hq, R, D] and `landmarks` [S, Hkv, pages, M, C]."""
-    queries = group_queries(query.transpose(1, 2), landmarks.shape[1], pairs)
+    Hq, R, D] and `landmarks` [S, Hkv, pages, M, D]."""
+    queries = group_queries(query.transpose(1, 2), landmarks.shape[1], int4)
     queries = queries.permute(0, 2, 3, 1, 4)
     products = queries @ landmarks.flatten(2, 3).transpose(2, 3)[:, :, None]
     products = products.unflatten(-1, (-1, landmarks.shape[3]))
@@ -284,18 +282,14 @@ def _rows_at_once(products_of_row: int) -> int:
     return max(1, SCORES_AT_ONCE // (products_of_row * BLOCK)) * BLOCK
 
 
-def stored_landmarks(
-    key: torch.Tensor, schedule: BudgetSchedule, layer: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Landmarks [S, Hkv, full pages, M, C] fp32 of keys [S, Hkv, T, D], rounded to what the server
-    stores, and the rotary pairs of `kept_pairs`."""
+def stored_landmarks(key: torch.Tensor, page_size: int, int4: bool) -> torch.Tensor:
+    """Landmarks [S, Hkv, full pages, M, D] fp32 of keys [S, Hkv, T, D], rounded to what the server
+    stores."""
     count, heads, length, dim = key.shape
-    pairs = kept_pairs(schedule.selection, layer, range(heads), dim, key.device)
-    full = length // schedule.page_size
-    pages = key[:, :, : full * schedule.page_size].transpose(1, 2)
-    pages = pages.reshape(-1, schedule.page_size, heads, dim)
-    values = page_landmarks(pages, pairs).values()
-    return values.unflatten(0, (count, full)).transpose(1, 2), pairs
+    full = length // page_size
+    pages = key[:, :, : full * page_size].transpose(1, 2)
+    values = page_landmarks(pages.reshape(-1, page_size, heads, dim), int4).values()
+    return values.unflatten(0, (count, full)).transpose(1, 2)
 
 
 # Cached, as `padding` is, since every layer needs the same indices.

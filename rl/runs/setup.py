@@ -230,12 +230,9 @@ def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
     if schedule == AUTO and not config.engine.lossless:
         return schedule_for_model(model_config, page_size, "engine.schedule")
     try:
-        loaded = load_schedule(DRAFTS if schedule == AUTO else schedule, page_size)
-        if model_config is not None:
-            loaded.require_model(model_config)
+        return load_schedule(DRAFTS if schedule == AUTO else schedule, page_size)
     except ScheduleError as error:
         raise ScheduleError(f"engine.schedule: {error}") from None
-    return loaded
 
 
 def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokenizer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, gcd
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -45,12 +45,11 @@ def holds(tail: BinTail, target: float) -> bool:
 @dataclass(frozen=True)
 class MeasuredTails:
     """Tails under fixed budgets, by KV budget in tokens and bin. A bin needs `min_tokens` to be
-    judged; `least_weight` is the smallest share of the budget that a sparse layer reads."""
+    judged."""
 
     by_budget: Mapping[int, Mapping[int, BinTail]]
     bin_tokens: int
     min_tokens: int
-    least_weight: float = 1.0
 
     @property
     def bins(self) -> list[int]:
@@ -63,8 +62,7 @@ class MeasuredTails:
 
     def whole_budget(self, index: int) -> int:
         """Budget in tokens with which every layer reads all that is cached in bin `index`."""
-        end = (index + 1) * self.bin_tokens
-        return ceil(end / (self.least_weight * self.page)) * self.page
+        return (index + 1) * self.bin_tokens
 
     def need(self, index: int, target: float) -> int | None:
         """Cheapest budget that holds in this bin, as do all larger ones; the dense one if none
@@ -98,9 +96,9 @@ def choose(tails: MeasuredTails, target: float, num_bins: int) -> list[dict[str,
     """Choose per bin the cheapest budget that holds as do all larger ones, made monotone.
 
     In a bin where budgets were measured and none holds, the budget is one with which every step in
-    the bin is dense: the end of the bin, or more where a layer reads less than the budget. A bin
-    without enough tokens takes the need of the next filled one, as needs grow with length. Beyond
-    the last filled bin, the need of that bin is scaled in proportion to the length. Raises
+    the bin is dense: the end of the bin. A bin without enough tokens takes the need of the next
+    filled one, as needs grow with length. Beyond the last filled bin, the need of that bin is
+    scaled in proportion to the length. Raises
     `CalibrationError` if no bin is filled.
 
     Returns:

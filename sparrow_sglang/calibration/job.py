@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -19,7 +19,6 @@ from sparrow_sglang.calibration.prompts import (
     read_prompts,
     tokenizer_of,
 )
-from sparrow_sglang.calibration.rule import RuleChoice, least_pages, rule_settings
 from sparrow_sglang.calibration.samples import Sample, WorkFolder, plan_samples
 from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
@@ -28,12 +27,9 @@ from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_probl
 from sparrow_sglang.provenance import device_name, provenance
 from sparrow_sglang.schedules.names import read_schedule
 from sparrow_sglang.schedules.schedule import NAME, PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedules.selection import INT4, PUBLISHED, SelectionRule
 
 DEFAULT_TARGET = 0.86
-PUBLISHED = "published"
-INT4 = "int4"
-CALIBRATED = "calibrated"
-RULES = (PUBLISHED, INT4, CALIBRATED)
 # Each is a fifth to a half larger than the one before. Models with two KV heads need half of the
 # context and more.
 BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 12288,
@@ -66,7 +62,7 @@ class CalibrationOptions:
     check: Sequence[str] = ()
     work: Path | None = None
     budgets: Sequence[int] = ()
-    rule: str | None = None
+    rule: SelectionRule | None = None
     page_size: int | None = None
     bin_tokens: int | None = None
     new_tokens: int = 128
@@ -121,16 +117,17 @@ class Job:
         path: folder or hub name that the engine loads.
         settings: everything that the measurements depend on.
         targets: tails to hold, one for each schedule.
+        start: the schedule that the engine starts with; a calibration writes schedules of its
+            page size, dense layers and selection rule.
         schedules: the schedules to check; empty for a calibration.
         out: the file to write; for several schedules, their common name.
-        rule: the selection rule of the schedules to write; None for the published one.
     """
 
     options: CalibrationOptions
     path: str
     hf_config: Any
     context: int
-    page_size: int
+    start: BudgetSchedule
     bin_tokens: int
     prompts: list[Prompt]
     samples: list[Sample]
@@ -140,7 +137,10 @@ class Job:
     targets: list[float]
     schedules: list[BudgetSchedule]
     out: Path
-    rule: RuleChoice | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.start.page_size
 
     @cached_property
     def work(self) -> WorkFolder:
@@ -166,10 +166,9 @@ def calibration_job(options: CalibrationOptions) -> Job:
     model = _model(options)
     name = Path(options.model_path).name
     linear = linear_layers(model.hf_config)
-    if options.rule is None:
-        options = replace(options, rule=PUBLISHED if linear else CALIBRATED)
-    elif options.rule != PUBLISHED and linear:
-        raise CalibrationError(f"--rule {options.rule}: expected {PUBLISHED} with linear attention")
+    rule = options.rule or (PUBLISHED if linear else INT4)
+    if rule == INT4 and linear:
+        raise CalibrationError(f"--rule {INT4}: expected {PUBLISHED} with linear attention")
     targets = list(options.target) or [DEFAULT_TARGET]
     out = options.out or Path(f"{name if len(targets) > 1 else f'{name}-{targets[0]}'}.json")
     for path in _schedule_files(out, targets):
@@ -184,17 +183,18 @@ def calibration_job(options: CalibrationOptions) -> Job:
         raise CalibrationError(
             f"--bin-tokens={bin_tokens}: expected a multiple of the page size {page_size}"
         )
-    least = least_pages(page_size) * page_size
+    fields = {"selection": INT4, "dense_layers": ()} if rule == INT4 else {}
+    start = BudgetSchedule.fixed(whole_pages(context, page_size), page_size, **fields)
+    least = start.least_pages * page_size
     usual = [b for b in BUDGETS if least < b < context] or [least + page_size]
     budgets = sorted(set(options.budgets or usual))
-    suffix = "" if options.rule == PUBLISHED else f"-{options.rule}"
+    suffix = "" if rule == PUBLISHED else f"-{rule}"
     return _job(
         options,
         model,
-        [BudgetSchedule.fixed(budget, page_size) for budget in budgets],
-        settings={"budgets": budgets},
-        schedule=f"fixed-{whole_pages(context, page_size)}",
-        page_size=page_size,
+        [start.as_fixed(budget) for budget in budgets],
+        settings={"rule": rule, "budgets": budgets},
+        start=start,
         bin_tokens=bin_tokens,
         folder=options.work or out.parent / f"{name}-page{page_size}{suffix}.calibration",
         out=out,
@@ -211,7 +211,6 @@ def check_job(options: CalibrationOptions) -> Job:
     # One engine serves them all in turn.
     for schedule in schedules:
         schedule.require_switch_from(schedules[0])
-    page_size = schedules[0].page_size
     if len(options.target) > 1:
         raise CalibrationError(f"--target with --check: expected one, got {options.target}")
     targets = []
@@ -223,7 +222,7 @@ def check_job(options: CalibrationOptions) -> Job:
     first = options.check[0].removesuffix(".json")
     measured = [
         [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers,
-         rule_settings(s.selection)]
+         s.selection]
         for s in schedules
     ]  # fmt: skip
     job = _job(
@@ -231,8 +230,7 @@ def check_job(options: CalibrationOptions) -> Job:
         model,
         schedules,
         settings={"schedules": measured},
-        schedule=options.check[0],
-        page_size=page_size,
+        start=schedules[0],
         bin_tokens=tail_bin_tokens(schedules[0]),
         folder=options.work or Path(f"{first}.check"),
         out=options.out or Path(f"{first}.check.json"),
@@ -251,10 +249,10 @@ def _job(
     under: Sequence[BudgetSchedule],
     *,
     settings: dict[str, Any],
-    schedule: str,
+    start: BudgetSchedule,
     **fields: Any,
 ) -> Job:
-    """The job whose prompts are decoded `under` schedules; the engine starts with `schedule`."""
+    """The job whose prompts are decoded `under` schedules; the engine starts with `start`."""
     context, checked = model.context, bool(fields["schedules"])
     prompts = _prompts(options, model, fields["bin_tokens"], checked)
     if options.samples > 1 and all(prompt.response_ids for prompt in prompts):
@@ -265,9 +263,8 @@ def _job(
         raise CalibrationError(f"no generation would decode sparsely: expected {_MORE_SPARSE}")
     engine_args = {
         "context_length": context,
-        "page_size": fields["page_size"],
+        "page_size": start.page_size,
         "random_seed": options.seed,
-        "sparrow_schedule": schedule,
     }
     if any(prompt.response_ids for prompt in prompts):
         engine_args |= GIVEN_RESPONSE_ENGINE_ARGS
@@ -284,7 +281,7 @@ def _job(
             "dtype": engine_dtype(options.engine_args)
             or str(model_value(model.hf_config, "dtype")),
             "sglang": version("sglang"),
-            "page_size": fields["page_size"],
+            "page_size": start.page_size,
             "context": context,
             "prompts": str(options.prompts or "built in"),
             "prompts_sha256": prompts_digest(prompts),
@@ -297,6 +294,7 @@ def _job(
             **settings,
         },
         engine_args=engine_args | options.engine_args,
+        start=start,
         **fields,
     )
 

@@ -29,47 +29,30 @@ if TYPE_CHECKING:
     import torch
 
 _GIVEN = "sparrow_given_response"
+_START = "schedule.json"
 
 
-class MeasuringEngine(ExitStack):
-    """The engine of one calibration, which starts when the first measurement is missing."""
+def measure_missing(job: Job) -> dict[str, float]:
+    """Measure the samples that the job's work folder lacks, if any. Returns the cost: seconds, and
+    GiB in use on the first GPU; empty if nothing was missing. Raises as `measure`."""
+    if len(job.work.load()) == len(job.samples):
+        return {}
+    import torch
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._engine: Any = None
-        self._began = time.monotonic()
-
-    def measure_missing(self, job: Job) -> None:
-        """Measure the samples that the job's work folder lacks, if any; raises as `measure`. The
-        engine of an earlier job is used again, which must have this job's landmarks."""
-        if len(job.work.load()) == len(job.samples):
-            return
-        with closing(Progress(len(job.samples), "generation")) as progress:
-            if self._engine is None:
-                progress.show("starting the engine")
-                with recording(job.options.batch, min(job.options.new_tokens, job.context)):
-                    engine = running_engine(job.path, job.engine_args)
-                    self._engine = self.enter_context(engine)
-            else:
-                try:
-                    set_schedule(self._engine, job.engine_args["sparrow_schedule"])
-                except RuntimeError as error:
-                    raise CalibrationError(
-                        f"the engine failed ({error}): repeat the command"
-                    ) from error
-            measure(self._engine, job.samples, job.work, job.options.batch, progress)
-
-    def cost(self) -> dict[str, float]:
-        """Seconds, and GiB in use on the first GPU; empty if nothing was missing."""
-        import torch
-
-        if self._engine is None:
-            return {}
-        cost: dict[str, float] = {"seconds": round(time.monotonic() - self._began)}
+    began = time.monotonic()
+    with job.work.writing(_START) as draft:
+        job.start.save(draft)
+    engine_args = job.engine_args | {"sparrow_schedule": str(job.work.path / _START)}
+    with ExitStack() as stack, closing(Progress(len(job.samples), "generation")) as progress:
+        progress.show("starting the engine")
+        with recording(job.options.batch, min(job.options.new_tokens, job.context)):
+            engine = stack.enter_context(running_engine(job.path, engine_args))
+        measure(engine, job.samples, job.work, job.options.batch, progress)
+        cost: dict[str, float] = {"seconds": round(time.monotonic() - began)}
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info(0)
             cost["gpu_memory_gib"] = round((total - free) / 2**30, 1)
-        return cost
+    return cost
 
 
 @contextmanager

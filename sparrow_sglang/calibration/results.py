@@ -16,7 +16,6 @@ from sparrow_sglang.calibration.choice import (
     tail_fields,
 )
 from sparrow_sglang.calibration.job import Job
-from sparrow_sglang.calibration.rule import RuleChoice
 from sparrow_sglang.calibration.samples import Tokens, WorkFolder
 from sparrow_sglang.command_line import table
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
@@ -34,9 +33,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
         budgets[name]: bin_tails(tokens, job.bin_tokens, job.page_size, num_bins)
         for name, tokens in measured.items()
     }
-    rule = job.rule
-    least = 1.0 if rule is None else min(rule.selection.sparse_weights(rule.dense_layers))
-    tails = MeasuredTails(by_budget, job.bin_tokens, job.options.min_tokens, least)
+    tails = MeasuredTails(by_budget, job.bin_tokens, job.options.min_tokens)
     rows = {
         str(budget): [{"bin": index} | tail_fields(tail) for index, tail in bins.items()]
         for budget, bins in sorted(by_budget.items())
@@ -47,9 +44,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     failures = []
     for path, target in job.files.items():
         try:
-            schedule = make_schedule(
-                path.stem, target, tails, job.page_size, job.context, evidence, rule
-            )
+            schedule = make_schedule(path.stem, target, tails, job.start, job.context, evidence)
         except CalibrationError as error:
             failures.append(str(error))
             continue
@@ -77,14 +72,14 @@ def make_schedule(
     name: str,
     target: float,
     tails: MeasuredTails,
-    page_size: int,
+    under: BudgetSchedule,
     context: int,
     origin: Mapping[str, Any],
-    rule: RuleChoice | None = None,
 ) -> BudgetSchedule:
-    """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin.
-    `origin` has "model", "model_match" and further entries of the provenance. Raises
-    `CalibrationError` as `choose` does, and if no measured budget holds the target in any bin."""
+    """The cheapest schedule that holds `target`, up to `context`, with its evidence per bin. It has
+    the pages, dense layers and selection rule of the one that was measured `under`. `origin` has
+    "model", "model_match" and further entries of the provenance. Raises `CalibrationError` as
+    `choose` does, and if no measured budget holds the target in any bin."""
     bins = choose(tails, target, -(-context // tails.bin_tokens))
     if not any(row["basis"] == "measured" for row in bins):
         raise CalibrationError(
@@ -92,14 +87,11 @@ def make_schedule(
             " more prompts or --samples, or a lower --target"
         )
     rest = {key: value for key, value in origin.items() if key not in ("model", "model_match")}
-    fields: dict[str, Any] = {}
-    if rule is not None:
-        fields = {"selection": rule.selection, "dense_layers": rule.dense_layers}
-        rest["selection"] = rule.evidence
     return BudgetSchedule(
-        **fields,
         name=name,
-        page_size=page_size,
+        page_size=under.page_size,
+        dense_layers=under.dense_layers,
+        selection=under.selection,
         bin_tokens=tails.bin_tokens,
         budget_tokens=tuple(row["budget_tokens"] for row in bins),
         calibrated=True,

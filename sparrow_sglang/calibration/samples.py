@@ -20,7 +20,6 @@ from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 SETTINGS = "settings.json"
-VARIANCES = "variances.json"
 _BATCHES = "batch-*.parquet"
 _SAMPLES_KEY = b"sparrow_samples"
 
@@ -79,8 +78,7 @@ def plan_samples(
 
 def has_measurements(folder: Path) -> bool:
     """Whether this is a work folder in which something has been measured."""
-    measured = any(folder.glob(_BATCHES)) or (folder / VARIANCES).exists()
-    return measured and (folder / SETTINGS).exists()
+    return any(folder.glob(_BATCHES)) and (folder / SETTINGS).exists()
 
 
 class WorkFolder:

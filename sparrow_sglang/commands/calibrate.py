@@ -11,21 +11,16 @@ import numpy as np
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.job import (
-    CALIBRATED,
     DEFAULT_TARGET,
     PROMPTS_PER_BIN,
-    PUBLISHED,
     RESERVED,
-    RULES,
     CalibrationOptions,
     Job,
     calibration_job,
     check_job,
 )
-from sparrow_sglang.calibration.measure import MeasuringEngine
-from sparrow_sglang.calibration.measure_rule import PROMPTS, with_chosen_rule
+from sparrow_sglang.calibration.measure import measure_missing
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
-from sparrow_sglang.calibration.rule import describe_rule
 from sparrow_sglang.command_line import at_least, count, new_path
 from sparrow_sglang.mismatch.tail import MIN_CLUSTERS
 from sparrow_sglang.mismatch.token_bins import bins_of_lengths
@@ -33,6 +28,7 @@ from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES
+from sparrow_sglang.schedules.selection import RULES
 
 EPILOG = """\
 examples:
@@ -76,8 +72,7 @@ def add_parser(subparsers: Any) -> None:
     budgets = "KV budgets to measure, in tokens; default: 128 to 24576"
     add("--budgets", type=int, nargs="+", default=(), help=budgets)
     rule = (
-        "calibrated (default, except with linear attention): int4 landmarks, layer budgets and"
-        " dense layers measured for the model. int4: int4 landmarks, the same budget in each layer."
+        "int4 (default, except with linear attention): int4 landmarks of a few tokens each."
         " published: as in the paper"
     )
     add("--rule", choices=RULES, default=default.rule, help=rule)
@@ -114,13 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def _calibrate(options: CalibrationOptions) -> int:
     job = calibration_job(options)
     _announce(job)
-    with MeasuringEngine() as engine:
-        if job.options.rule != PUBLISHED:
-            job = with_chosen_rule(job, engine)
-            assert job.rule is not None
-            print(f"{describe_rule(job.rule)}\n")
-        engine.measure_missing(job)
-        cost = engine.cost()
+    cost = measure_missing(job)
     if cost:
         memory = cost.get("gpu_memory_gib")
         in_use = f", {memory} GiB of the GPU in use" if memory else ""
@@ -133,13 +122,10 @@ def _calibrate(options: CalibrationOptions) -> int:
 
 def _announce(job: Job) -> None:
     prompts = {sample.prompt.name: len(sample.prompt.input_ids) for sample in job.samples}
-    before = ""
-    if not job.schedules and job.options.rule == CALIBRATED:
-        before = f", after {PROMPTS} for each layer that choose the selection rule"
     _require_enough(job)
     print(
         f"{len(job.samples)} generations of up to {job.options.new_tokens} tokens, from"
-        f" {len(prompts)} prompts of up to {max(prompts.values())} tokens{before}; kept in"
+        f" {len(prompts)} prompts of up to {max(prompts.values())} tokens; kept in"
         f" {job.folder}",
         flush=True,
     )
@@ -169,8 +155,7 @@ def _require_enough(job: Job) -> None:
 def _check(options: CalibrationOptions) -> int:
     job = check_job(options)
     _announce(job)
-    with MeasuringEngine() as engine:
-        engine.measure_missing(job)
+    measure_missing(job)
     reports = write_check(job)
     for report in reports:
         print(describe_check(report))

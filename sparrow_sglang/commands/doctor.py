@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
-from sparrow_sglang.attention_backends.kernel_limits import kernel_problems, rule_problems
+from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
 from sparrow_sglang.commands.plan import ACCEPTANCE, BATCH, NO_GAIN, Plan
 from sparrow_sglang.commands.serve import check_flags, parse_server_args, with_defaults
 from sparrow_sglang.errors import InputError
@@ -178,7 +178,7 @@ def _check_kernels(
     view = resolved(server_args)
     if view.device == "cuda":
         return Check("ok", "kernels", f"prefill by {dense_backend(server_args, model_config)}")
-    problems = kernel_problems(view, model_config) + rule_problems(schedule)
+    problems = kernel_problems(view, model_config)
     gpu = f"would refuse: {'; '.join(problems)}" if problems else "would take the model, too"
     return Check("note" if problems else "ok", "kernels", f"torch on {view.device}; a GPU {gpu}")
 

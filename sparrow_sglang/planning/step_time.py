@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import landmark_bytes
 
 GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 """Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""
@@ -57,11 +57,10 @@ def step_bytes(
         sparse_layers = whole - dense_layers
         token_layers = dense_layers * cached + sparse_layers * int(schedule.tokens_read(cached))
         pages = schedule.num_pages(cached)
-        weights = schedule.sparse_weights
-        sparse = sparse_layers * fmean(schedule.pages_read(pages, w) < pages for w in weights)
+        sparse = float(sparse_layers) if schedule.pages_read(pages) < pages else 0.0
         scored = sparse * (pages - schedule.least_pages)
-        page_bytes = schedule.selection.landmark_bytes(
-            schedule.page_size, shape.head_dim, _BYTES_PER_VALUE
+        page_bytes = landmark_bytes(
+            schedule.selection, schedule.page_size, shape.head_dim, _BYTES_PER_VALUE
         )
         landmarks = batch * page_bytes * shape.num_kv_heads * scored
     windows = len(shape.window_layers) * min(cached, shape.window_tokens)

@@ -14,7 +14,6 @@ from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
 from sparrow_sglang.plugin.control import schedule
 from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.names import uses_sparrow
-from sparrow_sglang.plugin.pair_sums import pairs
 from sparrow_sglang.plugin.routes import add_routes
 from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import ServerState
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 CALLS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
     "schedule": schedule,
     "adapter": adapter,
-    "pairs": pairs,
 }
 """Calls of `Endpoint.call_sparrow`; `routes.CALLS` gives some a route."""
 

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.hf_config import num_layers_of
 from sparrow_sglang.plugin.exact_acceptance import record_bytes
 from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.schedules.selection import landmark_bytes
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.arguments import resolved, rows_of_graphs
 
@@ -51,8 +51,11 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
     schedule = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
     layers = set(versions.layer_range(kvc)).difference(schedule.dense_layers)
     heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
-    of_page = schedule.selection.landmark_bytes(
-        schedule.page_size, kvc.model_config.head_dim, landmark_dtype(kvc.kv_cache_dtype).itemsize
+    of_page = landmark_bytes(
+        schedule.selection,
+        schedule.page_size,
+        kvc.model_config.head_dim,
+        landmark_dtype(kvc.kv_cache_dtype).itemsize,
     )
     return -(-len(layers) * heads * of_page // schedule.page_size)
 
@@ -76,13 +79,12 @@ def reserve_decode_buffers(
     if server_args.max_running_requests is not None:
         requests = server_args.max_running_requests // parallel.attn_dp_size
         rows = min(rows, rows_of_graphs(server_args, requests))
-    hf_config = kvc.model_config.hf_config
-    schedule = resolve_schedule(server_args, hf_config)
+    schedule = resolve_schedule(server_args, kvc.model_config.hf_config)
     draft_tokens = server_args.speculative_num_draft_tokens
     shape = DecodeShape.of_model(
         schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype, draft_tokens
     )
     meta, device = torch.device("meta"), torch.device("cuda", kvc.gpu_id)
-    needed = DecodeBuffers(shape, rows, num_layers_of(hf_config), meta, device).num_bytes
+    needed = DecodeBuffers(shape, rows, meta, device).num_bytes
     needed += mode_of(server_args).logits_bytes(rows, server_args, kvc.model_config)
     return available_bytes - needed - record_bytes(kvc.server_args, kvc.model_config)

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_FIELD, dense_problems
-from sparrow_sglang.attention_backends.kernel_limits import (
-    fp8_problems,
-    kernel_problems,
-    rule_problems,
-)
+from sparrow_sglang.attention_backends.kernel_limits import fp8_problems, kernel_problems
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import (
     FULL,
@@ -346,7 +342,7 @@ def device_problems(
     """What the kernels and the dense side cannot compute, of resolved arguments."""
     problems = mode_of(view).model_problems(model_config)
     if view.device == "cuda":
-        kernels = kernel_problems(view, model_config) + rule_problems(schedule)
+        kernels = kernel_problems(view, model_config)
         return problems + kernels + dense_problems(view, model_config)
     fields = {DENSE_FIELD: getattr(view, DENSE_FIELD), "quantization": model_config.quantization}
     return problems + [

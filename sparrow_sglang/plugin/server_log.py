@@ -6,7 +6,7 @@ from typing import Any
 
 from sparrow_sglang.hf_config import linear_layers, num_layers_of, window_layers
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import SelectionRule
+from sparrow_sglang.schedules.selection import INT4
 
 _logger = logging.getLogger("sparrow_sglang")
 
@@ -42,8 +42,8 @@ def describe_schedule(
     """One line on `schedule`."""
     if schedule.is_dense:
         return f"schedule {schedule.name}: every step reads everything"
-    budgets, rule = schedule.budget_tokens, schedule.selection
-    selection = "" if rule == SelectionRule() else f", {rule}"
+    budgets = schedule.budget_tokens
+    selection = ", int4 landmarks" if schedule.selection == INT4 else ""
     kinds = {
         "sliding windows": window_layers(hf_config),
         "linear attention": linear_layers(hf_config),

@@ -27,7 +27,7 @@ def calibration_section(contents: Sequence[Row]) -> Section:
     first = schedules[0]
     targets = [f"{s.tail_target:g}" if s.tail_target else "none" for s in schedules]
     section = Section("calibration", f"Calibration of {first.model}")
-    section.facts += [("tail target", ", ".join(targets)), ("selection", str(first.selection))]
+    section.facts += [("tail target", ", ".join(targets)), ("selection", first.selection)]
     for schedule in schedules:
         end = len(schedule.budget_tokens) * schedule.bin_tokens
         read = int(schedule.tokens_read(end))
@@ -82,9 +82,7 @@ def check_section(content: Row) -> Section:
 
 def _budget_chart(section: Section, schedules: Sequence[BudgetSchedule]) -> None:
     end = max(len(s.budget_tokens) * s.bin_tokens for s in schedules)
-    weighted = any(schedule.selection.layer_weights for schedule in schedules)
-    layers = "layers of average weight read everything" if weighted else "decode is dense"
-    note = f"Where the budget lies above the dashed line, {layers}."
+    note = "Where the budget lies above the dashed line, decode is dense."
     with section.chart("KV budget by length", POSITION_LABEL, "KV tokens read", note) as axes:
         for i, schedule in enumerate(schedules):
             edges = [n * schedule.bin_tokens for n in range(len(schedule.budget_tokens) + 1)]

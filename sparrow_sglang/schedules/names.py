@@ -9,7 +9,7 @@ from typing import Any
 from sparrow_sglang.hf_config import model_value
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.schedules.schedule import DRAFTS, MAX_TOKENS, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedules.selection import SelectionRule
+from sparrow_sglang.schedules.selection import INT4
 from sparrow_sglang.validation import nearest_first
 
 SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"
@@ -67,7 +67,7 @@ def schedule_for_model(
     hf_config: Any, page_size: int, setting: str = "--sparrow-schedule"
 ) -> BudgetSchedule:
     """The shipped schedule whose `model_match` fits the Hugging Face config (object or mapping).
-    Prefers the tail target 0.86, then a calibrated selection rule. Raises `ScheduleError`
+    Prefers the tail target 0.86, then the int4 rule. Raises `ScheduleError`
     if none fits, which says to name one with `setting`."""
     shipped = [shipped_schedule(name) for name in known_schedules()]
     fitting = [schedule for schedule in shipped if schedule.matches(hf_config)]
@@ -82,7 +82,7 @@ def schedule_for_model(
 
     def distance(schedule: BudgetSchedule) -> tuple[float, bool]:
         off_target = abs((schedule.tail_target or 0.0) - PREFERRED_TAIL_TARGET)
-        return off_target, schedule.selection == SelectionRule()
+        return off_target, schedule.selection != INT4
 
     best = min(fitting, key=distance)
     return _for_page_size(best, page_size, best.name)

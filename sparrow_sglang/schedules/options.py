@@ -74,8 +74,7 @@ class RequestOption:
 
     Attributes:
         schedule: None to read everything in every layer.
-        kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included;
-            layer weights multiply the budget after this bound.
+        kv_budget_tokens: upper bound of the budget, in tokens, sinks and recent pages included.
     """
 
     schedule: BudgetSchedule | None
@@ -155,13 +154,7 @@ class RequestOption:
             return budget, None
         if read == cached:
             return budget, "everything that is cached fits into the budget"
-        weights = self.schedule.sparse_weights
-        if min(weights) == max(weights):
-            return budget, "the last page is not full"
-        return budget, (
-            f"the mean over layers, which read {min(weights):.2g} to {max(weights):.2g} times the"
-            " budget, but no more than is cached"
-        )
+        return budget, "the last page is not full"
 
 
 @dataclass

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,13 +26,12 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import linear_layers, model_value, num_layers_of, partial_layers
 from sparrow_sglang.json_values import JsonError, cut, quoted, read_object
-from sparrow_sglang.schedules.selection import SelectionRule, weighted_pages
+from sparrow_sglang.schedules.selection import INT4, PUBLISHED, SelectionRule
 from sparrow_sglang.validation import first_problem
 
 PAGE_SIZES = (16, 32, 64)
 PAGE_SIZE = 16
 """Tokens per page where nothing else is chosen."""
-_MEAN_WEIGHT_TOLERANCE = 1e-3
 ENOUGH_TOKENS = 1000
 """Tokens of a bin from which on its tail counts as measured."""
 # Tables on the device hold whole numbers of 32 bits.
@@ -46,10 +44,7 @@ DRAFTS = "drafts"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 # What a switch on a running server cannot change.
-_FIXED = (
-    *("page_size", "sink_pages", "recent_pages"),
-    *("selection.landmark_bits", "selection.landmark_pairs"),
-)
+_FIXED = ("page_size", "sink_pages", "recent_pages", "dense_layers", "selection")
 
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 
@@ -76,7 +71,7 @@ class BudgetSchedule(BaseModel):
     recent_pages: _Count = Field(default=2, ge=1)
     dense_tokens: _Count = Field(default=0, ge=0)
     dense_layers: tuple[_Count, ...] = (0, 1)
-    selection: SelectionRule = SelectionRule()
+    selection: SelectionRule = PUBLISHED
     calibrated: StrictBool = False
     model: StrictStr | None = None
     tail_target: float | None = Field(default=None, gt=0, le=1, strict=True)
@@ -110,13 +105,6 @@ class BudgetSchedule(BaseModel):
         layers = self.dense_layers
         if any(layer < 0 for layer in layers) or len(set(layers)) != len(layers):
             raise ValueError(f"dense_layers={quoted(list(layers))}: expected distinct indices")
-        if self.selection.layer_weights is not None:
-            weights = self.sparse_weights
-            mean = sum(weights) / max(1, len(weights))
-            if abs(mean - 1) > _MEAN_WEIGHT_TOLERANCE:
-                raise ValueError(
-                    f"selection.layer_weights: mean of sparse layers {mean:.6g}: expected 1"
-                )
         try:
             # Ranks compare schedules, and answers over HTTP carry them.
             evidence = [self.model, self.model_match, self.provenance]
@@ -124,15 +112,6 @@ class BudgetSchedule(BaseModel):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"model, model_match, provenance: not JSON ({error})") from None
         return self
-
-    @cached_property
-    def sparse_weights(self) -> tuple[float, ...]:
-        """Weights of the layers that are not dense; a single 1 for any number of equal ones."""
-        return self.selection.sparse_weights(self.dense_layers)
-
-    def layer_weight(self, layer: int) -> float:
-        weights = self.selection.layer_weights
-        return 1.0 if weights is None else weights[layer]
 
     @cached_property
     def bin_pages(self) -> int:
@@ -154,38 +133,30 @@ class BudgetSchedule(BaseModel):
     def least_pages(self) -> int:
         return self.sink_pages + self.recent_pages
 
-    def layer_budgets(self, weight: float, cap: int | None) -> NDArray[np.int64]:
-        """Total budget in pages of a sparse layer of this weight, [bins]; `cap` is in tokens."""
+    def _budgets(self, cap: int | None) -> NDArray[np.int64]:
+        """Total budget in pages of each bin, [bins]; `cap` is in tokens."""
         budgets = np.array(self.budget_pages)
-        if cap is not None:
-            budgets = np.minimum(budgets, cap // self.page_size)
-        return weighted_pages(budgets, weight, self.least_pages)
+        return budgets if cap is None else np.minimum(budgets, cap // self.page_size)
 
-    def pages_read(
-        self, pages: ArrayLike, weight: float, cap: int | None = None
-    ) -> NDArray[np.int64]:
-        """Pages that a sparse layer of this weight reads of `pages` cached ones, in their shape."""
+    def pages_read(self, pages: ArrayLike, cap: int | None = None) -> NDArray[np.int64]:
+        """Pages that a sparse layer reads of `pages` cached ones, in their shape."""
         cached = np.asarray(pages, dtype=np.int64)
-        budgets = self.layer_budgets(weight, cap)
+        budgets = self._budgets(cap)
         read = np.minimum(cached, budgets[np.minimum(cached // self.bin_pages, len(budgets) - 1)])
         dense_pages = self.dense_tokens // self.page_size if cap is None else 0
         return np.where(cached <= dense_pages, cached, read)
 
     def tokens_read(self, lengths: ArrayLike, cap: int | None = None) -> NDArray[np.int64]:
-        """Cached tokens that a sparse layer reads per KV head, in the shape of `lengths`. The mean
-        over the sparse layers, rounded down, so that it is below the length wherever any of them
-        leaves a page out. A layer reads everything while it fits into its budget. The pages left
-        out are full ones, never the last. `cap` is a request's upper bound in tokens."""
+        """Cached tokens that a sparse layer reads per KV head, in the shape of `lengths`. It reads
+        everything while that fits into its budget. The pages left out are full ones, never the
+        last. `cap` is a request's upper bound in tokens."""
         cached = np.asarray(lengths, dtype=np.int64)
         pages = -(-cached // self.page_size)
-        weights = self.sparse_weights
-        read = sum(self.pages_read(pages, weight, cap) for weight in weights)
-        left_out = len(weights) * pages - read
-        return cached - -(-left_out * self.page_size // len(weights))
+        return cached - (pages - self.pages_read(pages, cap)) * self.page_size
 
-    def first_sparse_length(self, cap: int | None = None, weight: float | None = None) -> int:
-        """Smallest length at which a page is left out; with `weight`, of a layer of this weight."""
-        budgets = self.layer_budgets(min(self.sparse_weights) if weight is None else weight, cap)
+    def first_sparse_length(self, cap: int | None = None) -> int:
+        """Smallest length at which a page is left out."""
+        budgets = self._budgets(cap)
         last = len(budgets) - 1
         dense_pages = self.dense_tokens // self.page_size if cap is None else 0
         for i, budget in enumerate(budgets.tolist()):
@@ -194,20 +165,12 @@ class BudgetSchedule(BaseModel):
                 return (pages - 1) * self.page_size + 1
         raise AssertionError("the last bin has no upper edge, so the loop returns")
 
-    def require_model(self, hf_config: Any) -> None:
-        """Raise `ScheduleError` if the selection rule is for a model of another shape."""
-        try:
-            self.selection.require_model(hf_config)
-        except InputError as error:
-            raise ScheduleError(f"schedule {self.name}: selection.{error}") from None
-
     def for_model(self, hf_config: Any) -> "BudgetSchedule":
         """The schedule as a server decodes this model by it. Layers with a sliding window read
         their window, whatever the budget, and those with linear attention their state: they join
-        the dense layers, so that budgets, layer weights and what is reported hold for the layers
-        that keep the whole KV. Raises `ScheduleError` if the rule or dense_layers are for a model
-        of another shape, or no layer would be sparse."""
-        self.require_model(hf_config)
+        the dense layers, so that budgets and what is reported hold for the layers that keep the
+        whole KV. Raises `ScheduleError` if dense_layers are for a model of another shape, or no
+        layer would be sparse."""
         layers, partial = num_layers_of(hf_config), partial_layers(hf_config)
         kind = "linear attention" if linear_layers(hf_config) else "a sliding window"
         dense_layers = tuple(sorted({*self.dense_layers, *partial}))
@@ -219,25 +182,14 @@ class BudgetSchedule(BaseModel):
             raise ScheduleError(f"{field}: no layer of the model would be sparse{beside}")
         if set(partial) <= set(self.dense_layers):
             return self
-        try:
-            return BudgetSchedule(**self.model_dump() | {"dense_layers": dense_layers})
-        except ScheduleError as error:
-            raise ScheduleError(
-                f"schedule {self.name}: layers with {kind} count as dense: {error}"
-            ) from None
+        return self.model_copy(update={"dense_layers": dense_layers})
 
     def require_switch_from(self, first: "BudgetSchedule") -> None:
         """Raise `ScheduleError` unless a server that was started with `first` can be switched here.
-        Page size and selection rule decide which landmarks exist; sinks and recent pages are in
-        graphs. Budgets and layer weights may differ, and further layers be dense: they keep their
-        landmarks, but read all pages."""
-        if not set(self.dense_layers) >= set(first.dense_layers):
-            raise ScheduleError(
-                f"schedule {self.name}: dense_layers={quoted(list(self.dense_layers))}: expected"
-                f" {quoted(list(first.dense_layers))} or more, as in the server's {first.name}"
-            )
+        Page size, selection rule and dense layers decide which landmarks exist; sinks and recent
+        pages are in graphs. Only budgets may differ."""
         for field in _FIXED:
-            value, expected = map(attrgetter(field), (self, first))
+            value, expected = getattr(self, field), getattr(first, field)
             if value != expected:
                 raise ScheduleError(
                     f"schedule {self.name}: {field}={quoted(value)}: expected {quoted(expected)},"
@@ -251,9 +203,7 @@ class BudgetSchedule(BaseModel):
     def as_dense(self) -> "BudgetSchedule":
         """The schedule `DENSE`, to which a server that was started with this one can be switched:
         its budget is larger than any sequence."""
-        selection = self.selection.model_copy(update={"layer_weights": None})
-        fields = self.as_fixed(MAX_TOKENS).model_dump()
-        return BudgetSchedule(**fields | {"name": DENSE, "selection": selection})
+        return BudgetSchedule(**self.as_fixed(MAX_TOKENS).model_dump() | {"name": DENSE})
 
     def as_fixed(self, tokens: int) -> "BudgetSchedule":
         """fixed-<tokens> by this schedule's selection rule and dense layers, to which a server that
@@ -311,7 +261,7 @@ class BudgetSchedule(BaseModel):
             bin_tokens=4096,
             budget_tokens=budgets,
             dense_layers=(),
-            selection=SelectionRule(landmark_bits=4),
+            selection=INT4,
         )
 
     @classmethod

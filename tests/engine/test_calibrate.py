@@ -7,28 +7,23 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from engines import save_tiny_model, start_engine
 from oracle import ContractModel
 
-from sparrow_sglang.calibration import measure, measure_rule
+from sparrow_sglang.calibration import measure
 from sparrow_sglang.calibration.measure import stop_waiting
-from sparrow_sglang.calibration.measure_rule import PROMPTS
-from sparrow_sglang.calibration.rule import RuleChoice, choose_rule
 from sparrow_sglang.calibration.samples import WorkFolder
 from sparrow_sglang.client.engine import keep_signals
 from sparrow_sglang.commands import cli
 from sparrow_sglang.mismatch.exact_rates import exact_rates
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import SelectionRule
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +61,6 @@ def command(model: str, prompts: Path, *more: str) -> list[str]:
 
 
 BUDGETS = ["--rule", "published", "--bin-tokens", "64", "--budgets", "64", "96", "128", "160"]
-# For tests of rules, which measure each layer as well.
-FEWER_TOKENS = ["--bin-tokens", "64", "--budgets", "96", "160", "--new-tokens", "40",
-                "--min-tokens", "100"]  # fmt: skip
 TARGETS = ("0.75", "0.82", "0.88")
 
 
@@ -208,7 +200,6 @@ def test_signals_lose_only_the_open_batch(calibrated: Path, model: str, tmp_path
 
 
 def test_sigterm_is_not_missed_between_calls(model: str) -> None:
-    """Choosing a rule takes several engines, one after the other."""
     exit_on_sigterm()
     with (
         pytest.raises(SystemExit),
@@ -218,74 +209,21 @@ def test_sigterm_is_not_missed_between_calls(model: str) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def pairs_that_vary_most(model: str, prompts: Path, count: int) -> tuple:
-    """Rotary pairs by layer and KV head, from float64 queries and keys of transformers. They are
-    measured one query at a time."""
-    found: dict[int, np.ndarray] = {}
-
-    def attend(module, query, key, value, attention_mask, scaling, **_):
-        group = query.shape[1] // key.shape[1]
-        keys = key.repeat_interleave(group, 1)
-        half = query.shape[3] // 2
-        whole = key.shape[2] // 4 * 4
-        marks = keys[0, :, :whole].unflatten(1, (-1, 4)).mean(2).numpy()
-        variance = np.zeros((query.shape[1], half))
-        for position in range(query.shape[2]):
-            product = query[0, :, position].numpy()[:, None] * marks
-            variance += (product[..., :half] + product[..., half:]).var(1)
-        of_heads = variance.reshape(key.shape[1], group, half).sum(1)
-        found[module.layer_idx] = found.get(module.layer_idx, 0) + of_heads
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, value.repeat_interleave(group, 1), is_causal=True, scale=scaling
-        )
-        return out.transpose(1, 2), None
-
-    transformers.AttentionInterface.register("watched", attend)
-    watched = transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float64, attn_implementation="watched"
-    )
-    with torch.inference_mode():
-        for line in prompts.read_text().splitlines():
-            watched(torch.tensor([json.loads(line)["input_ids"]]))
-    kept = [np.sort(np.argsort(-found[layer], -1)[:, :count], -1) for layer in sorted(found)]
-    return tuple(tuple(tuple(pairs) for pairs in layer.tolist()) for layer in kept)
-
-
-def layer_0_best_dense(
-    rule: SelectionRule, kept: Any, sensitivity: Any, measured: Any, partial: Any
-) -> RuleChoice:
-    """As if the tail with layer 0 dense were perfect; four layers are too few to compare sets."""
-    perfect = [replace(each, rates=np.ones_like(each.rates)) for each in measured[()]]
-    return choose_rule(rule, kept, sensitivity, measured | {(0,): perfect}, partial)
-
-
-def test_a_rule_is_measured_with_its_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_the_default_rule_is_measured_with_its_schedule(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = {"vocab_size": 32, "max_position_embeddings": 320, "head_dim": 32}
-    model = save_tiny_model(tmp_path / "wide", spread=0.12, **shape)
-    prompts = write_prompts(tmp_path / "p.jsonl", 0, count=3 * PROMPTS)
-    # As many as a choice of rotary pairs takes.
-    longest = tmp_path / "longest.jsonl"
-    longest.write_text("".join(prompts.read_text().splitlines(keepends=True)[-PROMPTS:]))
-    words = command(model, prompts, *FEWER_TOKENS, "--bin-tokens", "128")
-    words += ["--rule", "calibrated", "--target", "0.3", "--out", str(tmp_path / "m.json")]
-    monkeypatch.setattr(measure_rule, "choose_rule", layer_0_best_dense)
+    words = command(model, write_prompts(tmp_path / "p.jsonl", 0), "--bin-tokens", "64")
+    words += ["--budgets", "96", "160", "--new-tokens", "40", "--min-tokens", "100"]
+    words += ["--target", "0.3", "--out", str(tmp_path / "m.json")]
     assert cli.main(words) == 0
-    # One for the rotary pairs, which landmarks depend on, and one for all that follows.
-    assert capfd.readouterr().err.count("starting the engine") == 2
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
-    rule, evidence = schedule.selection, schedule.provenance["selection"]
-    assert rule.landmark_bits == 4
-    assert rule.landmark_pairs == pairs_that_vary_most(model, longest, 8)
-    assert np.array(evidence["variance_kept"]).shape == (4, 3)
-    assert 0.5 < np.min(evidence["variance_kept"]) < np.max(evidence["variance_kept"]) < 1
-    assert rule.layer_weights is not None
-    assert len(rule.layer_weights) == len(evidence["sensitivity"]) == 4
-    assert schedule.dense_layers == (0,) and rule.layer_weights[0] == 0 and schedule.calibrated
+    assert (schedule.selection, schedule.dense_layers, schedule.calibrated) == ("int4", (), True)
+    started = BudgetSchedule.from_json(tmp_path / f"{Path(model).name}-page16-int4.calibration"
+                                       / "schedule.json")  # fmt: skip
+    assert (started.selection, started.budget_tokens) == ("int4", (320,))
     # Everything lies in the work folder, so nothing is measured again.
     monkeypatch.setattr(measure, "running_engine", None)
     words[words.index("0.3")] = "0.25"
     assert cli.main(words) == 0
     again = BudgetSchedule.from_json(tmp_path / "m.json")
-    assert (again.selection, again.tail_target) == (rule, 0.25)
+    assert (again.selection, again.tail_target) == ("int4", 0.25)

@@ -40,7 +40,7 @@ def test_decode_is_dense_up_to_the_first_sparse_step_that_is_not_slower(
 
 
 def test_a_step_is_dense_only_where_every_request_reads_everything() -> None:
-    budgets = BudgetTable(FIXED.dense_below(DENSE_TOKENS), 4, 8, "cpu")
+    budgets = BudgetTable(FIXED.dense_below(DENSE_TOKENS), 8, "cpu")
     backend = SimpleNamespace(budgets=budgets, dense_override=None)
     runner = object.__new__(graphs.DecodeGraphs)
     runner._sparrow = backend

@@ -1,7 +1,7 @@
 """Sparse decode over an FP8 KV cache, against the contract's loop on rounded keys and values."""
 
 import torch
-from engines import RULED, greedy, random_prompt, start_engine
+from engines import INT4_SCHEDULE, greedy, random_prompt, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.client.endpoint import connect
@@ -12,7 +12,7 @@ CLOSE = 0.02
 
 
 def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path):
-    schedule = RULED
+    schedule = INT4_SCHEDULE
     schedule.save(path := tmp_path / "schedule.json")
     prompts = [random_prompt(length, length) for length in (17, 64, 190)]
     with start_engine(

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import RULE, save_tiny_model, start_engine
+from engines import save_tiny_model, start_engine
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import INT4
 
 PROMPTS = 40
 CUDA = pytest.param(
@@ -46,9 +47,8 @@ def adapter(model, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def int4_schedule(tmp_path_factory) -> str:
     """fixed-96 with four int4 landmarks a page."""
-    fields = BudgetSchedule.fixed(96).model_dump() | {"name": "int4", "selection": RULE}
     path = tmp_path_factory.mktemp("schedule") / "int4.json"
-    BudgetSchedule(**fields | {"dense_layers": ()}).save(path)
+    BudgetSchedule.fixed(96, selection=INT4, dense_layers=()).save(path)
     return str(path)
 
 

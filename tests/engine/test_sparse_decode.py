@@ -3,12 +3,10 @@
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import CHOSEN, LARGE_PAGES, SCHEDULE, greedy, random_prompt, start_engine
+from engines import INT4_SCHEDULE, LARGE_PAGES, SCHEDULE, greedy, random_prompt, start_engine
 from oracle import FP32, ContractModel, logprobs_of
 
-from sparrow_sglang.client.control import set_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +21,10 @@ def sparse_engine(sharp_llama, schedule_file):
         yield engine
 
 
-# CHOSEN with the budget shared differently among the layers.
-OTHER = BudgetSchedule(
-    **CHOSEN.model_dump()
-    | {
-        "name": "other",
-        "selection": CHOSEN.selection.model_copy(update={"layer_weights": (1.5, 0.5, 1.25, 0.75)}),
-    }
-)
-
-
 @pytest.fixture(scope="module")
-def ruled_engine(sharp_llama, tmp_path_factory):
-    """An engine with int4 landmarks in chosen pairs, layer weights and no dense layers."""
-    CHOSEN.save(path := tmp_path_factory.mktemp("ruled") / "chosen.json")
+def int4_engine(sharp_llama, tmp_path_factory):
+    """An engine with int4 landmarks and no dense layers."""
+    INT4_SCHEDULE.save(path := tmp_path_factory.mktemp("int4") / "int4.json")
     with start_engine(
         sharp_llama,
         attention_backend="sparrow",
@@ -48,13 +36,8 @@ def ruled_engine(sharp_llama, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ruled_oracle(sharp_llama) -> ContractModel:
-    return ContractModel(sharp_llama, CHOSEN)
-
-
-@pytest.fixture(scope="module")
-def other_oracle(sharp_llama) -> ContractModel:
-    return ContractModel(sharp_llama, OTHER)
+def int4_oracle(sharp_llama) -> ContractModel:
+    return ContractModel(sharp_llama, INT4_SCHEDULE)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +105,7 @@ def test_sparse_decode_changes_the_log_probs(sparse_engine, dense_oracle):
 
 
 def test_a_rule_is_followed_by_every_request_of_a_batch(
-    ruled_engine, ruled_oracle, sharp_llama, dense_oracle
+    int4_engine, int4_oracle, sharp_llama, dense_oracle
 ):
     """Each under a budget of its own, cold and from the prefix cache."""
     lengths = [3, 63, 100, 129, 150]
@@ -134,23 +117,23 @@ def test_a_rule_is_followed_by_every_request_of_a_batch(
         {"kv_budget_tokens": 64},
         {"dense": True},
     ]
-    capped = [ContractModel(sharp_llama, CHOSEN, cap=cap) for cap in (48, 64)]
-    oracles = [ruled_oracle, ruled_oracle, *capped, dense_oracle]
-    cold = greedy(ruled_engine, prompts, 50, options)
-    warm = greedy(ruled_engine, prompts, 50, options)
+    capped = [ContractModel(sharp_llama, INT4_SCHEDULE, cap=cap) for cap in (48, 64)]
+    oracles = [int4_oracle, int4_oracle, *capped, dense_oracle]
+    cold = greedy(int4_engine, prompts, 50, options)
+    warm = greedy(int4_engine, prompts, 50, options)
     for prompt, answer, again, oracle in zip(prompts, cold, warm, oracles, strict=True):
         oracle.assert_greedy(prompt, answer)
         assert again["meta_info"]["cached_tokens"] == (len(prompt) - 1) // 16 * 16
         torch.testing.assert_close(logprobs_of(again), logprobs_of(answer), atol=FP32, rtol=0)
-    connect(ruled_engine).call_sparrow("landmarks")
+    connect(int4_engine).call_sparrow("landmarks")
 
 
-def test_a_row_of_the_token_table_forgets_its_last_request(ruled_engine, ruled_oracle):
+def test_a_row_of_the_token_table_forgets_its_last_request(int4_engine, int4_oracle):
     """Rows are given to one request after the other; the last one here has no option."""
     prompt = random_prompt(7, 170)
     for option in ({"dense": True}, {"kv_budget_tokens": 80}):
-        greedy(ruled_engine, [prompt] * 8, 4, option)
-        ruled_oracle.assert_greedy(prompt, greedy(ruled_engine, [prompt], 24)[0])
+        greedy(int4_engine, [prompt] * 8, 4, option)
+        int4_oracle.assert_greedy(prompt, greedy(int4_engine, [prompt], 24)[0])
 
 
 def test_larger_pages_and_other_pages_that_are_always_kept(sharp_llama, dense_oracle, tmp_path):
@@ -175,30 +158,3 @@ def test_larger_pages_and_other_pages_that_are_always_kept(sharp_llama, dense_or
         whole_pages = (len(prompt) - 1) // schedule.page_size * schedule.page_size
         assert again["meta_info"]["cached_tokens"] == whole_pages
     assert dense_oracle.errors(prompts[2], cold[2]).max() > 10 * FP32
-
-
-def test_layer_weights_are_switched_on_a_running_engine(ruled_engine, ruled_oracle, other_oracle):
-    prompt = random_prompt(17, 110)
-    answers = []
-    for schedule in (OTHER, "chosen"):
-        set_schedule(ruled_engine, schedule)
-        answers.append(greedy(ruled_engine, [prompt], 40)[0])
-    other_oracle.assert_greedy(prompt, answers[0])
-    ruled_oracle.assert_greedy(prompt, answers[1])
-    assert (logprobs_of(answers[0]) - logprobs_of(answers[1])).abs().max() > 10 * FP32
-
-
-def test_layers_become_dense_on_a_running_engine(ruled_engine, ruled_oracle, sharp_llama):
-    """They keep their landmarks, so that they can be sparse again."""
-    rule = CHOSEN.selection.model_copy(update={"layer_weights": (0.5, 0.0, 1.5, 0.0)})
-    fields = CHOSEN.model_dump() | {"name": "denser", "dense_layers": (1, 3), "selection": rule}
-    denser = BudgetSchedule(**fields)
-    prompts = [random_prompt(length, length) for length in (70, 130)]
-    set_schedule(ruled_engine, denser)
-    options = [{"report": True}, {"kv_budget_tokens": 64}]
-    answers = greedy(ruled_engine, prompts, 40, options)
-    for cap, prompt, answer in zip([None, 64], prompts, answers, strict=True):
-        ContractModel(sharp_llama, denser, cap=cap).assert_greedy(prompt, answer)
-    connect(ruled_engine).call_sparrow("landmarks")
-    set_schedule(ruled_engine, "chosen")
-    ruled_oracle.assert_greedy(prompts[1], greedy(ruled_engine, prompts[1:], 40)[0])

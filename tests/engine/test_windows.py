@@ -2,8 +2,8 @@
 
 import pytest
 from engines import (
+    INT4_SCHEDULE,
     NEEDS_GEMMA3,
-    RULE,
     SCHEDULE,
     greedy,
     random_prompt,
@@ -18,16 +18,6 @@ from sparrow_sglang.schedules.schedule import BudgetSchedule
 from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
 
 WINDOWS = (0, 2, 4)
-# int4 landmarks, the best query head, and shares of the budget for layers 1, 3 and 5. The weights
-# of the other layers, which have a window, count for nothing.
-RULED = BudgetSchedule(
-    **SCHEDULE.model_dump()
-    | {
-        "name": "ruled",
-        "dense_layers": (),
-        "selection": RULE.model_copy(update={"layer_weights": (1, 0.5, 1, 1.75, 1, 0.75)}),
-    }
-)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("gemma3", marks=NEEDS_GEMMA3), "gpt_oss"])
@@ -97,15 +87,15 @@ def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
         set_schedule(engine, BudgetSchedule(**SCHEDULE.model_dump() | {"dense_layers": (1, 3, 5)}))
 
 
-def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(model, tmp_path):
+def test_a_switch_to_a_fixed_budget_keeps_the_rule(model, tmp_path):
     if "gemma3" in model:
         pytest.skip("gpt_oss runs it, with the same attention and a pool of its own for windows")
-    RULED.save(tmp_path / "ruled.json")
+    INT4_SCHEDULE.save(tmp_path / "int4.json")
     prompts = [random_prompt(300 + length, length) for length in (3, 63, 100, 150)]
     with start_engine(
         model,
         attention_backend="sparrow",
-        sparrow_schedule=str(tmp_path / "ruled.json"),
+        sparrow_schedule=str(tmp_path / "int4.json"),
         chunked_prefill_size=64,
     ) as engine:
         answers = greedy(engine, prompts, 50)
@@ -115,8 +105,8 @@ def test_a_rule_shares_the_budget_among_the_layers_that_keep_everything(model, t
         switched = greedy(engine, prompts, 50)
     fixed = {"name": "fixed-64", "bin_tokens": 16, "budget_tokens": (64,)}
     for schedule, some in (
-        (RULED, answers),
-        (BudgetSchedule(**RULED.model_dump() | fixed), switched),
+        (INT4_SCHEDULE, answers),
+        (BudgetSchedule(**INT4_SCHEDULE.model_dump() | fixed), switched),
     ):
         oracle = ContractModel(model, schedule)
         for prompt, answer in zip(prompts, some, strict=True):

@@ -19,7 +19,6 @@ from kernel_step import (
     relative_error,
     rounding_of_a_gpu,  # noqa: F401
 )
-from pools import chosen_pairs
 from step_cases import StepCase
 
 from sparrow_sglang.attention_backends import reference
@@ -29,16 +28,6 @@ from sparrow_sglang.attention_backends.kernels import landmark, select
 from sparrow_sglang.attention_backends.kernels.decode import DecodeLaunch
 from sparrow_sglang.attention_backends.kernels.select import SelectLaunch, allocate_select_scratch
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
-from sparrow_sglang.schedules.selection import SelectionRule
-
-
-def rule_of(pairs: int | None, heads: int, dim: int, page: int = 16, layers: int = 1) -> Any:
-    """The int4 rule, with so many rotary pairs chosen for each layer and KV head."""
-    return SelectionRule(
-        landmark_bits=4,
-        landmark_pairs=None if pairs is None else chosen_pairs(layers, heads, pairs, dim),
-    )
-
 
 DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, FP8), (FP16, FP8)]
 CASES = range(24 if INTERPRETED else 100)
@@ -62,8 +51,7 @@ def test_a_step_equals_the_contract(device: str, seed: int) -> None:
 
 def filled(landmarks: Landmarks, value: int) -> Landmarks:
     if isinstance(landmarks, Int4Landmarks):
-        codes, scales, pairs = landmarks
-        return Int4Landmarks(torch.full_like(codes, value), torch.full_like(scales, value), pairs)
+        return Int4Landmarks(*(torch.full_like(tensor, value) for tensor in landmarks))
     return MeanLandmarks(torch.full_like(landmarks.means, value))
 
 
@@ -81,13 +69,13 @@ def prefill(step: Step, landmarks: Landmarks) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("page_size", "heads", "head_dim", "dtype", "pairs"),
+    ("page_size", "heads", "head_dim", "dtype", "int4"),
     [
-        (16, 3, 80, BF16, 0),
-        (32, 2, 128, FP16, 0),
-        (64, 1, 256, BF16, 0),
-        (16, 2, 64, BF16, None),
-        (32, 2, 64, BF16, 8),
+        (16, 3, 80, BF16, False),
+        (32, 2, 128, FP16, False),
+        (64, 1, 256, BF16, False),
+        (16, 2, 64, BF16, True),
+        (32, 2, 80, BF16, True),
     ],
 )
 @pytest.mark.parametrize(("before", "after"), [(1 << 20, 0), (1, 0), (0, 5), (0, 33)])
@@ -97,14 +85,13 @@ def test_landmarks_of_a_dense_pass_in_all_layers(
     heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    pairs: int | None,
+    int4: bool,
     before: int,
     after: int,
 ) -> None:
     """Of a prefill, a decode step and two verifications."""
     totals = [1 + after, page_size + after, 3 * page_size - 1, 4 * page_size]
-    rule = {} if pairs == 0 else {"rule": rule_of(pairs, heads, head_dim, page_size)}
-    step = Step(device, totals, (heads, heads), head_dim, page_size, dtype, **rule)
+    step = Step(device, totals, (heads, heads), head_dim, page_size, dtype, int4=int4)
     stored = step.stored()
     keys = {3: step.k, 7: step.k + 1}
     written = {layer: filled(stored, 9) for layer in keys}
@@ -127,8 +114,7 @@ def test_landmarks_of_a_dense_pass_in_all_layers(
     for layer, k in keys.items():
         expected = filled(stored, 9)
         computed: Any = reference.page_landmarks(
-            k.view(-1, page_size, heads, head_dim)[pages],
-            stored.pairs if isinstance(stored, Int4Landmarks) else None,
+            k.view(-1, page_size, heads, head_dim)[pages], int4
         )
         expected.write(pages, computed)
         # Both means are fp32 sums of the same numbers in different orders, rounded once.
@@ -246,17 +232,14 @@ def test_padding_and_repeats_change_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("page", "dim", "dtype", "pairs"),
-    [(32, 128, FP16, None), (64, 256, BF16, None), (16, 80, FP16, 40)],
+    ("page", "dim", "dtype"), [(32, 128, FP16), (64, 256, BF16), (16, 80, FP16)]
 )
 def test_int4_landmarks_of_a_prefill_and_of_the_page_just_filled(
-    device: str, page: int, dim: int, dtype: torch.dtype, pairs: int | None
+    device: str, page: int, dim: int, dtype: torch.dtype
 ) -> None:
     lengths = [1, page, 3 * page - 1, 12 * page]
-    rule = rule_of(pairs, 2, dim, page)
-    step = Step(device, lengths, (4, 2), dim, page, dtype, rule=rule)
+    step = Step(device, lengths, (4, 2), dim, page, dtype, int4=True)
     expected = step.landmarks
-    kept = expected.pairs
     bulk, step.landmarks = filled(expected, 9), filled(expected, 9)
     prefill(step, bulk)
     step.select(12, 12, SelectLaunch(2, 8), update_landmark=True)
@@ -269,8 +252,8 @@ def test_int4_landmarks_of_a_prefill_and_of_the_page_just_filled(
         assert half_ulp <= 2**-10
         assert (written.codes[index] == expected.codes[index]).float().mean() > 0.99
         got, want = (
-            Int4Landmarks(codes[index], scales[index], kept).values()
-            for codes, scales, _ in (written, expected)
+            Int4Landmarks(codes[index], scales[index]).values()
+            for codes, scales in (written, expected)
         )
         assert ((got - want).abs() <= 1.01 * expected.scales[index].float()[..., None]).all()
         others = torch.ones(len(expected.codes), dtype=torch.bool, device=device)
@@ -281,8 +264,7 @@ def test_int4_landmarks_of_a_prefill_and_of_the_page_just_filled(
 @pytest.mark.parametrize("device", DEVICES)
 def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
     """Halves round to even, an all-zero landmark has scale 0, non-finite landmarks code as 0."""
-    rule = rule_of(None, 1, 64)
-    step = Step(device, [16 * 8], (1, 1), 64, 16, FP16, rule=rule)
+    step = Step(device, [16 * 8], (1, 1), 64, 16, FP16, int4=True)
     table = step.page_table[0, :8].long()
     keys = step.k.view(-1, 16, 64)
     line = torch.zeros(8, 64, device=device)
@@ -292,14 +274,13 @@ def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
     line[4, :2] = torch.tensor([torch.nan, 1.0])
     line[5, :2] = torch.tensor([2.0**-24, -(2.0**-24)])
     keys[table] = line[:, None].expand(-1, 16, -1).half()
-    codes, scales, pairs = step.landmarks
-    written = Int4Landmarks(torch.full_like(codes, 3), torch.full_like(scales, 3), pairs)
+    written = filled(step.landmarks, 3)
     prefill(step, written)
     means = line.cpu().view(8, 1, 1, 64).expand(-1, -1, 4, -1)
-    expected = Int4Landmarks.of(means, pairs.cpu())
+    expected = Int4Landmarks.of(means)
     scales = written.scales[table].cpu()
     assert torch.equal(scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
-    codes = Int4Landmarks(written.codes[table].cpu(), scales, pairs).unpacked()[:, 0, 0]
+    codes = Int4Landmarks(written.codes[table].cpu(), scales).unpacked()[:, 0, 0]
     assert codes[0, :6].tolist() == [7, 0, 2, 2, -2, -4]
     assert codes[2, 0] == 7 and not codes[[1, 3, 4]].any()
     assert torch.equal(codes[:5], expected.unpacked()[:5, 0, 0])
@@ -308,9 +289,9 @@ def test_quantising_is_exact_where_the_mean_is(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_int4_scores_that_are_not_finite_rank_last(device: str) -> None:
     """A scale of infinity or NaN; a head whose query is NaN does not count."""
-    step = Step(device, [50 * 16 + 1], (2, 1), rule=rule_of(None, 1, 64))
+    step = Step(device, [50 * 16 + 1], (2, 1), int4=True)
     table = step.page_table[0].long()
-    codes, scales, _ = step.landmarks
+    codes, scales = step.landmarks
     codes[table] = 0x99
     step.q[:] = 1.0
     step.q[0, 1, 5] = torch.nan
@@ -326,12 +307,12 @@ def test_int4_scores_that_are_not_finite_rank_last(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_small_channel_beside_a_large_one_counts(device: str) -> None:
     """Pages that differ only in a channel whose query is 2^-20 of the largest one."""
-    step = Step(device, [40 * 16], (1, 1), rule=rule_of(None, 1, 64))
+    step = Step(device, [40 * 16], (1, 1), int4=True)
     table = step.page_table[0, :40].long()
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     step.q.zero_()
     step.q[0, 0, 0], step.q[0, 0, 1] = 1.0, 2.0**-20
-    codes, scales, _ = step.landmarks
+    codes, scales = step.landmarks
     codes[table], scales[table] = 0x88, 1.0
     codes[table, 0, :, 1] = (0x80 + 1 + order % 15).to(torch.uint8).to(device)[:, None]
     page_ids, _ = step.select(12, 12, SelectLaunch(2, 16))

@@ -35,7 +35,7 @@ class DevicePool:
         )
 
     def step(self, max_batch: int = 16) -> TritonPagedDecode:
-        budgets = BudgetTable(SCHEDULE, 2, len(self.req_to_token), "cuda")
+        budgets = BudgetTable(SCHEDULE, len(self.req_to_token), "cuda")
         shape = DecodeShape(SCHEDULE, *HEADS, DIM, 8192)
         step = TritonPagedDecode(budgets, self.req_to_token, shape)
         step.reserve(max_batch)
@@ -47,7 +47,7 @@ class DevicePool:
         step.update_landmarks({0: self.k}, {0: self.landmarks})
 
     def decode(self, step: TritonPagedDecode) -> torch.Tensor:
-        return step.decode(self.q, self.k, self.v, self.landmarks, 0, SCALE)
+        return step.decode(self.q, self.k, self.v, self.landmarks, SCALE)
 
 
 @pytest.fixture

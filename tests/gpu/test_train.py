@@ -41,7 +41,7 @@ def attend(kernel, tensors, late, dtype):
     positions = padding(late, query.device).source
     # Pages are selected from the original tensors, so that all dtypes read the same pages.
     rule = SparseRule(SCHEDULE, tuple(start for start, _ in late))
-    chosen = rule.selected_pages(*tensors[:2], late, 2)
+    chosen = rule.selected_pages(*tensors[:2], late)
     out = kernel(query, key, value, chosen, positions, SCHEDULE.page_size, None)
     used = torch.arange(positions.shape[1], device=out.device)
     used = used < torch.tensor([[end - start] for start, end in late], device=out.device)

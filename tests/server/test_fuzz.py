@@ -33,11 +33,7 @@ FULL_SCHEDULE = SCHEDULE | {
     "sink_pages": 1,
     "recent_pages": 2,
     "dense_layers": [0, 1],
-    "selection": {
-        "landmark_bits": 4,
-        "landmark_pairs": None,
-        "layer_weights": [1.0, 1.0, 0.5, 1.5],
-    },
+    "selection": "int4",
     "calibrated": True,
     "model": "Qwen3-8B",
     "tail_target": 0.86,

@@ -9,18 +9,12 @@
    with a sink has one more term in the denominator of its softmax, exp(sink).
 
 The rule with int4 landmarks changes 3: a page has a landmark for every few of its tokens, stored in
-int4 with only the rotary pairs that were chosen for the layer and KV head. The page's score is the
-largest product of any of its landmarks with any query of the group. With layer weights, each layer
-has a budget of its own.
+int4. The page's score is the largest product of any of its landmarks with any query of the group.
 """
 
-import math
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
-
-PUBLISHED = SimpleNamespace(landmark_bits=16, landmark_pairs=None)
 
 
 def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: list[int]) -> int:
@@ -33,33 +27,18 @@ def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: li
     return budget_tokens[index] // page_size
 
 
-def layer_budget(budget: int, weight: float, least: int) -> int:
-    """Budget in pages of a layer of this weight."""
-    return max(least, math.floor(float(np.float32(weight)) * budget + 0.5))
-
-
-def kept_channels(rule: object, dim: int, layer: int, head: int) -> list[int]:
-    """Channels of a KV head's keys that its landmarks keep."""
-    half = dim // 2
-    kept = range(half) if rule.landmark_pairs is None else rule.landmark_pairs[layer][head]
-    return [channel for channel in range(dim) if channel % half in kept]
-
-
-def landmarks_of(
-    page_keys: np.ndarray, rule: object, kept: list[int], store: Callable
-) -> np.ndarray:
-    """Landmarks [n, D] of a page's keys [page, D]; channels that are left out are 0."""
+def landmarks_of(page_keys: np.ndarray, int4: bool, store: Callable) -> np.ndarray:
+    """Landmarks [n, D] of a page's keys [page, D]."""
     size, dim = page_keys.shape
-    tokens = size if rule.landmark_bits == 16 else max(4, size // 8)
-    means = page_keys.reshape(-1, tokens, dim).mean(1)[:, kept]
+    tokens = max(4, size // 8) if int4 else size
+    means = page_keys.reshape(-1, tokens, dim).mean(1)
+    if not int4:
+        return store(means)
     landmarks = np.zeros((len(means), dim))
-    if rule.landmark_bits == 16:
-        landmarks[:, kept] = store(means)
-        return landmarks
     for landmark, mean in zip(landmarks, means.astype(np.float32), strict=True):
         scale = np.float32(np.float16(abs(mean).max() / np.float32(7)))
         codes = np.rint(mean / scale) if scale else np.zeros(len(mean))
-        landmark[kept] = float(scale) * np.clip(codes, -7, 7).astype(float)
+        landmark[:] = float(scale) * np.clip(codes, -7, 7).astype(float)
     return landmarks
 
 
@@ -89,15 +68,14 @@ def decode_one(
     sinks: int = 1,
     recents: int = 2,
     store=lambda landmark: landmark,
-    rule: object = PUBLISHED,
-    layer: int = 0,
+    rule: str = "published",
     logit_sinks: np.ndarray | None = None,
     known: dict[tuple[int, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, list]:
     """One request's decode step: output [Hq, D] and the kept logical pages of each KV head. `q` is
     [Hq, D], `keys` and `values` [L, Hkv, D], `logit_sinks` [Hq], all float64. `store` rounds a
-    landmark [D] the way the KV dtype does; `rule` has the fields of a schedule's selection; `known`
-    keeps landmarks of full pages by KV head and page from one step of a layer to the next."""
+    landmark [D] the way the KV dtype does; `rule` is that of a schedule's selection; `known` keeps
+    landmarks of full pages by KV head and page from one step of a layer to the next."""
     num_q_heads = len(q)
     length, num_kv_heads, _ = keys.shape
     group = num_q_heads // num_kv_heads
@@ -107,15 +85,14 @@ def decode_one(
     kept_by_head = []
     for head in range(num_kv_heads):
         queries = [q[head * group + member] for member in range(group)]
-        if rule.landmark_bits == 16:
+        if rule == "published":
             queries = [sum(queries) / group]
-        channels = kept_channels(rule, q.shape[1], layer, head)
         scores = []
         for page in range(pages):
             page_keys = keys[page * page_size : (page + 1) * page_size, head]
             full = len(page_keys) == page_size
             if full and (head, page) not in known:
-                known[head, page] = landmarks_of(page_keys, rule, channels, store)
+                known[head, page] = landmarks_of(page_keys, rule == "int4", store)
             marks = known[head, page] if full else []
             products = [float(query @ mark) for query in queries for mark in marks]
             scores.append(max(products) if full else float("nan"))

@@ -24,13 +24,12 @@ import torch
 import zmq
 from landmark_check import run_scheduler
 from packaging.version import Version
-from pools import chosen_pairs
 from ports import free_port
 from waiting import wait_until
 
 from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import SelectionRule
+from sparrow_sglang.schedules.selection import INT4
 from sparrow_sglang.sglang_compat.install import installed_version
 
 NEEDS_GEMMA3 = pytest.mark.skipif(
@@ -63,18 +62,9 @@ LARGE_PAGES = BudgetSchedule(
     sink_pages=2,
     recent_pages=1,
 )
-# The same budgets by int4 landmarks, without dense layers. Heads have 8 rotary pairs.
-RULE = SelectionRule(landmark_bits=4, layer_weights=(0.5, 1.75, 0.75, 1.0))
-RULED = BudgetSchedule(
-    **SCHEDULE.model_dump() | {"name": "ruled", "dense_layers": (), "selection": RULE}
-)
-# As RULED, but with landmarks in rotary pairs chosen for each layer and KV head.
-CHOSEN = BudgetSchedule(
-    **RULED.model_dump()
-    | {
-        "name": "chosen",
-        "selection": RULE.model_copy(update={"landmark_pairs": chosen_pairs(NUM_LAYERS, 3, 3, 16)}),
-    }
+# The same budgets by int4 landmarks, without dense layers.
+INT4_SCHEDULE = BudgetSchedule(
+    **SCHEDULE.model_dump() | {"name": "int4", "dense_layers": (), "selection": INT4}
 )
 # The windows are far shorter than the tests' prompts; layers 1, 3 and 5 have full attention.
 GEMMA3 = {

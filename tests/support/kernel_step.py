@@ -20,13 +20,7 @@ from sparrow_sglang.attention_backends.kernels.select import (
     SelectScratch,
     allocate_select_scratch,
 )
-from sparrow_sglang.attention_backends.landmarks import (
-    Int4Landmarks,
-    Landmarks,
-    MeanLandmarks,
-    kept_pairs,
-)
-from sparrow_sglang.schedules.selection import SelectionRule
+from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks, MeanLandmarks
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SINKS, RECENTS = 1, 2
@@ -122,9 +116,8 @@ class Step:
         page_size: int = 16,
         dtype: torch.dtype = BF16,
         seed: int = 0,
-        rule: SelectionRule | None = None,
+        int4: bool = False,
     ) -> None:
-        self.rule = rule or SelectionRule()
         generator = torch.Generator().manual_seed(seed)
         self.page_size, self.lengths = page_size, lengths
         self.pages = [-(-length // page_size) for length in lengths]
@@ -145,13 +138,11 @@ class Step:
         # The landmark of a page with unwritten slots is NaN, which shows if a kernel scores it.
         # Landmarks are computed on the CPU, as some GPU kernels of torch divide by multiplying with
         # a reciprocal.
-        pairs = kept_pairs(self.rule, 0, range(heads[1]), head_dim)
-        computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), pairs)
+        computed = reference.page_landmarks(k.view(held, page_size, *shape[1:]), int4)
         # Means are kept without the axis of landmarks of a page, which has one.
         self.landmarks: torch.Tensor | Int4Landmarks
         if isinstance(computed, Int4Landmarks):
-            stored = (computed.codes.contiguous(), computed.scales.contiguous(), pairs)
-            self.landmarks = Int4Landmarks(*(tensor.to(device) for tensor in stored))
+            self.landmarks = Int4Landmarks(*(x.contiguous().to(device) for x in computed))
         else:
             self.landmarks = computed.means.squeeze(2).to(device)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract import budget_pages, decode_one, layer_budget
+from contract import budget_pages, decode_one
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -33,8 +33,7 @@ class ContractModel:
     Args:
         path: a checkpoint folder.
         schedule: supplies numbers only (page size, bins, budgets, pages that are always kept, the
-            fields of its selection);
-            None attends densely throughout.
+            selection rule); None attends densely throughout.
         cap: upper bound of the budget in tokens, as a request may ask for.
         kv_dtype: dtype to which keys and values are rounded before attention; None does not round.
             Landmarks of an FP8 pool are in bf16, all others in fp32.
@@ -102,9 +101,6 @@ class ContractModel:
                 )
                 if self._cap is not None:
                     budget = min(budget, self._cap // schedule.page_size)
-                if (weights := schedule.selection.layer_weights) is not None:
-                    least = schedule.sink_pages + schedule.recent_pages
-                    budget = layer_budget(budget, weights[module.layer_idx], least)
                 row, _ = decode_one(
                     queries[position],
                     keys[:length],
@@ -116,7 +112,6 @@ class ContractModel:
                     schedule.recent_pages,
                     store=self._store,
                     rule=schedule.selection,
-                    layer=module.layer_idx,
                     logit_sinks=None if s_aux is None else s_aux.double().numpy(),
                     known=landmarks,
                 )

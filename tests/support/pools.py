@@ -1,6 +1,5 @@
 """KV pools and schedules for tests of the decode step without a server."""
 
-import numpy as np
 import torch
 
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -13,18 +12,6 @@ def make_schedule(page_size: int, bin_pages: int, budgets: list[int]) -> BudgetS
         bin_tokens=bin_pages * page_size,
         budget_tokens=tuple(pages * page_size for pages in budgets),
         dense_layers=(),
-    )
-
-
-def chosen_pairs(layers: int, heads: int, count: int, head_dim: int, seed: int = 0) -> tuple:
-    """Random rotary pairs for each layer and KV head, in the form of a rule's `landmark_pairs`."""
-    draw = np.random.default_rng(seed)
-    pairs = range(head_dim // 2)
-    return tuple(
-        tuple(
-            tuple(sorted(draw.choice(pairs, count, replace=False).tolist())) for _ in range(heads)
-        )
-        for _ in range(layers)
     )
 
 

@@ -6,21 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract import budget_pages, decode_one, layer_budget
-from pools import Pool, chosen_pairs
+from contract import budget_pages, decode_one
+from pools import Pool
 
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
-from sparrow_sglang.attention_backends.landmarks import (
-    FP8,
-    Landmarks,
-    allocate_landmarks,
-    kept_pairs,
-)
+from sparrow_sglang.attention_backends.landmarks import FP8, Landmarks, allocate_landmarks
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.schedules.selection import INT4, RULES
 
 Step = TorchPagedDecode | TritonPagedDecode
 
@@ -65,15 +61,6 @@ class StepCase:
         sink_pages, recent_pages = draw.randint(0, 3), draw.randint(1, 3)
         least, bin_pages = sink_pages + recent_pages, draw.randint(1, 6)
         budgets = sorted(least + draw.randint(0, 6) for _ in range(draw.randint(1, 4)))
-        selection: dict[str, Any] = {}
-        if draw.random() < 0.5:
-            count = draw.choice([None, 8, head_dim // 4 // 8 * 8 or 3])
-            share = draw.choice([1.0, 0.5, 0.9, 1.75])
-            selection = {
-                "landmark_bits": 4,
-                "landmark_pairs": count and chosen_pairs(LAYERS, heads[1], count, head_dim, seed),
-                "layer_weights": draw.choice([None, (9.0, share, 2 - share)]),
-            }
         schedule = BudgetSchedule(
             name="drawn",
             page_size=page_size,
@@ -83,7 +70,7 @@ class StepCase:
             recent_pages=recent_pages,
             dense_layers=(0,),
             dense_tokens=8 * page_size if seed % 4 == 1 else 0,
-            selection=selection,
+            selection=draw.choice(RULES),
         )
         edges = [1, page_size] + [
             page_size * max(1, bin_pages * index + near)
@@ -131,7 +118,7 @@ class StepCase:
             setattr(pool, name, getattr(pool, name).to(device))
         self.last = torch.stack([slots[-1] for slots in pool.slots]).to(device)
         self.sinks = None if self.sinks is None else self.sinks.to(device)
-        self.budgets = BudgetTable(self.schedule, LAYERS, len(pool.req_to_token), device)
+        self.budgets = BudgetTable(self.schedule, len(pool.req_to_token), device)
         self.budgets.set_options(pool.rows.tolist(), self.options)
         return self
 
@@ -161,19 +148,18 @@ class StepCase:
         before = (pool.lengths - 1).clamp_min(1)
         landmarks = {}
         for layer in SPARSE_LAYERS:
-            device, heads = pool.k.device, self.heads[1]
-            pairs = kept_pairs(self.schedule.selection, layer, range(heads), self.head_dim, device)
+            int4 = self.schedule.selection == INT4
             landmarks[layer] = allocate_landmarks(
                 len(pool.k) // page_size,
                 page_size,
-                heads,
+                self.heads[1],
                 self.head_dim,
-                pairs,
                 self.kv_dtype,
-                device,
+                pool.k.device,
+                int4,
             )
             # Scoring a page before its landmarks are written would give NaN.
-            landmarks[layer][0 if pairs is None else 1].fill_(torch.nan)
+            landmarks[layer][1 if int4 else 0].fill_(torch.nan)
         chunk = before * 2 // 3
         for lengths, new in ((chunk, chunk), (before, before - chunk)):
             step.plan_extend(pool.rows, lengths, lengths.cpu(), int(new.max()))
@@ -200,7 +186,7 @@ class StepCase:
                 arguments["new_tokens"] = NewTokens(*both, self.last)
             outputs.append(
                 step.decode(
-                    pool.q, pool.k, pool.v, landmarks.get(layer), layer, scale, v_scale, **arguments
+                    pool.q, pool.k, pool.v, landmarks.get(layer), scale, v_scale, **arguments
                 )
             )
         return outputs
@@ -216,8 +202,6 @@ class StepCase:
             )
             if option.kv_budget_tokens is not None:
                 budget = min(budget, option.kv_budget_tokens // schedule.page_size)
-            if (weights := schedule.selection.layer_weights) is not None:
-                budget = layer_budget(budget, weights[layer], schedule.least_pages)
             if option.kv_budget_tokens is None and length <= schedule.dense_tokens:
                 budget = length
         stored = torch.bfloat16 if self.kv_dtype == FP8 else self.kv_dtype
@@ -236,7 +220,6 @@ class StepCase:
             schedule.recent_pages,
             store=lambda mean: torch.from_numpy(mean).to(stored).double().numpy(),
             rule=schedule.selection,
-            layer=layer,
             logit_sinks=None if self.sinks is None else self.sinks.cpu().double().numpy(),
         )
         return out

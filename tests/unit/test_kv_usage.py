@@ -68,20 +68,3 @@ def test_a_scheduler_ignores_an_invalid_option():
 
     state = SchedulerState(SimpleNamespace(schedule=GROWING))
     assert state.option(Req()) == RequestOption(GROWING)
-
-
-def test_a_report_says_why_the_budget_was_not_met():
-    """Layers that share a budget of 768 of 768 tokens unevenly leave out 8 on average."""
-    rule = {"landmark_bits": 4}
-    uneven = BudgetSchedule(
-        **GROWING.model_dump()
-        | {
-            "name": "uneven",
-            "budget_tokens": (768,),
-            "dense_layers": (),
-            "selection": rule | {"layer_weights": (47 / 48, 49 / 48)},
-        }
-    )
-    usage = RequestOption(uneven).usage(700, 69)
-    read = usage.kv_tokens_read_last, usage.kv_tokens_cached_last, usage.kv_budget_last
-    assert read == (760, 768, 768) and "layers" in usage.note

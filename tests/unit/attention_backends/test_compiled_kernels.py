@@ -17,14 +17,13 @@ from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
-from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
-from sparrow_sglang.schedules.selection import SelectionRule
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
+from sparrow_sglang.schedules.selection import INT4, RULES, SelectionRule
 
 # The batch sizes that SGLang captures, up to 256.
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]
 DIM, PAGES = 128, 2048
 CPU = torch.device("cpu")
-INT4 = SelectionRule(landmark_bits=4)
 
 
 class Triton:
@@ -59,16 +58,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 8])
-@pytest.mark.parametrize("rule", [SelectionRule(), INT4], ids=["means", "int4"])
+@pytest.mark.parametrize("rule", RULES)
 def test_kernels_are_few_and_compiled_before_the_first_request(
     compiled: list[str], kv_heads: int, rule: SelectionRule
 ) -> None:
     schedule = make_schedule(16, 40, [16, 24]).model_copy(update={"selection": rule})
     pool = torch.zeros(64, kv_heads, DIM, dtype=torch.bfloat16)
     table = torch.zeros(max(BATCHES) + 1, 16 * PAGES, dtype=torch.int32)
-    pairs = kept_pairs(rule, 0, range(kv_heads), DIM)
-    landmarks = allocate_landmarks(4, 16, kv_heads, DIM, pairs, pool.dtype, "cpu")
-    budgets = BudgetTable(schedule, 2, len(table), "cpu")
+    landmarks = allocate_landmarks(4, 16, kv_heads, DIM, pool.dtype, "cpu", rule == INT4)
+    budgets = BudgetTable(schedule, len(table), "cpu")
     shape = DecodeShape(schedule, 2 * kv_heads, kv_heads, DIM, 16 * PAGES)
     step = TritonPagedDecode(budgets, table, shape)
 
@@ -78,8 +76,8 @@ def test_kernels_are_few_and_compiled_before_the_first_request(
         step.plan_decode(torch.zeros_like(lengths), lengths, lengths)
         qkv = torch.zeros(batch, 4 * kv_heads, DIM, dtype=torch.bfloat16)
         q, *new = qkv.split([2 * kv_heads, kv_heads, kv_heads], dim=1)
-        step.decode(q, pool, pool, None, 0, 1.0)
-        step.decode(q, pool, pool, landmarks, 1, 1.0, new_tokens=NewTokens(*new, lengths))
+        step.decode(q, pool, pool, None, 1.0)
+        step.decode(q, pool, pool, landmarks, 1.0, new_tokens=NewTokens(*new, lengths))
 
     step.compile_prefill({0: pool}, {0: landmarks})
     step.reserve(max(BATCHES))

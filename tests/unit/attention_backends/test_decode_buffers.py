@@ -55,7 +55,7 @@ def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.fixture
 def step() -> TritonPagedDecode:
     pool = Pool([50] * ADMITTED, HEADS, DIM, 16, seed=0)
-    budgets = BudgetTable(SCHEDULE, 2, len(pool.req_to_token), "cpu")
+    budgets = BudgetTable(SCHEDULE, len(pool.req_to_token), "cpu")
     shape = DecodeShape(SCHEDULE, *HEADS, DIM, CONTEXT)
     return TritonPagedDecode(budgets, pool.req_to_token, shape)
 
@@ -101,7 +101,7 @@ def test_every_captured_batch_lies_in_buffers_that_stay(backend, planned):
     for size in sizes:
         backend.init_forward_metadata_in_graph(batch_of(size))
     for size, (table, counts) in zip(sizes, planned, strict=True):
-        assert len(table) == counts.shape[1] == size
+        assert len(table) == len(counts) == size
         assert table.data_ptr() == planned[0][0].data_ptr()
         assert counts.data_ptr() == planned[0][1].data_ptr()
 
@@ -174,7 +174,7 @@ class TestMemory:
 
         schedule = load_schedule("fixed-512", 16)
         shape = DecodeShape(schedule, 32, 8, 128, 262_144, kv_dtype.itemsize)
-        held = DecodeBuffers(shape, 20, 64, torch.device("cpu")).num_bytes
+        held = DecodeBuffers(shape, 20, torch.device("cpu")).num_bytes
         assert 10**10 - left(10**10, kv_dtype=kv_dtype, max_running_requests=17) == held
 
     def test_others_leave_everything(self, left):

@@ -1,20 +1,17 @@
 """The torch step against the float64 loop of `contract.py`, at every kind of boundary."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from contract import choose_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import chosen_pairs
 from step_cases import StepCase
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.attention_backends.landmarks import allocate_landmarks, kept_pairs
+from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.schedules.selection import SelectionRule
+from sparrow_sglang.schedules.selection import INT4, RULES, SelectionRule, landmark_bytes
 
 FP32 = [(torch.float32, torch.float32)] * 3 + [(torch.float32, torch.float8_e4m3fn)]
 
@@ -55,18 +52,11 @@ def test_a_score_that_is_not_finite_ranks_last_and_nothing_past_the_end_is_chose
     assert selected[0, 0].tolist() == [0, 2, 3, 4, 5]
 
 
-def int4_rule(page_size: int, pairs: Any = None, weights: Any = None) -> SelectionRule:
-    return SelectionRule(landmark_bits=4, landmark_pairs=pairs, layer_weights=weights)
-
-
 def test_int4_landmarks_are_packed_by_rotary_pair_and_rounded_half_to_even():
-    """One head of 16 dimensions; the largest mean is 7, so the scale is 1 and codes are means."""
-    keys = torch.zeros(1, 16, 1, 16)
-    pairs = torch.arange(4, 8)[None]
-    keys[0, :4, 0, 4:8] = torch.tensor([7.0, 0.5, 1.5, -2.5])
-    keys[0, :4, 0, 12:16] = torch.tensor([-7.0, -0.5, 2.5, 3.4])
-    keys[0, :, 0, :4] = 1e4
-    landmarks = reference.page_landmarks(keys, pairs)
+    """One head of 8 dimensions; the largest mean is 7, so the scale is 1 and codes are means."""
+    keys = torch.zeros(1, 16, 1, 8)
+    keys[0, :4, 0] = torch.tensor([7.0, 0.5, 1.5, -2.5, -7.0, -0.5, 2.5, 3.4])
+    landmarks = reference.page_landmarks(keys, int4=True)
     assert landmarks.scales.dtype == torch.float16 and landmarks.scales.tolist() == [[[1, 0, 0, 0]]]
     codes = [(7, -7), (0, 0), (2, 2), (-2, 3)]
     packed = [first + 8 | (second + 8) << 4 for first, second in codes]
@@ -77,25 +67,24 @@ def test_int4_landmarks_are_packed_by_rotary_pair_and_rounded_half_to_even():
 def test_a_page_whose_keys_overflow_a_scale_ranks_last():
     keys = torch.randn(5, 16, 1, 8)
     keys[2] = 1e38
-    landmarks = reference.page_landmarks(keys, torch.arange(4)[None])
+    landmarks = reference.page_landmarks(keys, int4=True)
     scores = reference.score_pages(torch.randn(1, 2, 8), landmarks, torch.arange(5)[None])
     assert scores.isfinite().tolist() == [[[True, True, False, True, True]]]
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
-def test_bytes_of_landmarks_are_those_that_a_rule_announces(page_size: int, kv_dtype: torch.dtype):
-    rules = [int4_rule(page_size), int4_rule(page_size, chosen_pairs(2, 3, 5, 16))]
-    for rule in (SelectionRule(), *rules):
-        pairs = kept_pairs(rule, 1, range(3), 16)
-        held = allocate_landmarks(10, page_size, 3, 16, pairs, kv_dtype, "cpu")
-        tensors = [tensor for name, tensor in held._asdict().items() if name != "pairs"]
-        assert sum(tensor.nbytes for tensor in tensors) == 10 * 3 * rule.landmark_bytes(
-            page_size, 16, mean_itemsize=2
-        )
-        computed = reference.page_landmarks(torch.ones(10, page_size, 3, 16).to(kv_dtype), pairs)
-        assert [each.dtype for each in computed] == [each.dtype for each in held]
-        assert [each.shape for each in computed] == [each.shape for each in held]
+def test_bytes_of_landmarks_are_those_that_a_rule_announces(
+    page_size: int, rule: SelectionRule, kv_dtype: torch.dtype
+) -> None:
+    held = allocate_landmarks(10, page_size, 3, 16, kv_dtype, "cpu", rule == INT4)
+    of_page = landmark_bytes(rule, page_size, 16, mean_itemsize=2)
+    assert sum(tensor.nbytes for tensor in held) == 10 * 3 * of_page
+    keys = torch.ones(10, page_size, 3, 16).to(kv_dtype)
+    computed = reference.page_landmarks(keys, rule == INT4)
+    assert [each.dtype for each in computed] == [each.dtype for each in held]
+    assert [each.shape for each in computed] == [each.shape for each in held]
 
 
 def test_a_landmark_is_rounded_to_the_kv_dtype_only_after_the_mean():

@@ -8,13 +8,12 @@ import pytest
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.choice import MeasuredTails, bin_tails, choose
 from sparrow_sglang.calibration.results import check_schedule, make_schedule
-from sparrow_sglang.calibration.rule import RuleChoice, chosen_pairs, with_weights
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import SelectionRule
 
 BIN = 64
+UNDER = BudgetSchedule.fixed(320)
 
 
 def tail(index: int, low: float, tokens: int = 1000) -> BinTail:
@@ -77,24 +76,20 @@ def test_a_schedule_without_a_measured_bin_is_not_calibrated() -> None:
     origin = {"model": "m", "model_match": {}}
     tails = {64: {3: tail(3, 0.5)}, 96: {3: tail(3, 0.6), 4: tail(4, 0.1)}}
     with pytest.raises(CalibrationError):
-        make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500), 16, 320, origin)
-    assert make_schedule("m", 0.55, MeasuredTails(tails, BIN, 500), 16, 320, origin).calibrated
+        make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500), UNDER, 320, origin)
+    assert make_schedule("m", 0.55, MeasuredTails(tails, BIN, 500), UNDER, 320, origin).calibrated
 
 
-def test_a_dense_bin_is_dense_in_the_layers_that_read_least() -> None:
-    pairs = chosen_pairs(np.ones((3, 1, 16)))
-    landmarks = SelectionRule(landmark_bits=4, landmark_pairs=pairs)
-    rule = RuleChoice(with_weights(landmarks, (9.0, 0.4, 1.6)), (0,), {})
-    tails = {64: {3: tail(3, 0.9), 4: tail(4, 0.1)}, 448: {4: tail(4, 0.2)}}
+def test_a_dense_bin_is_read_whole() -> None:
+    tails = {64: {3: tail(3, 0.9), 4: tail(4, 0.1)}, 192: {4: tail(4, 0.2)}}
     origin = {"model": "m", "model_match": {}}
-    schedule = make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500, 0.4), 16, 320, origin, rule)
-    # 448 tokens are more than the bin's end, but were measured with layers that read 0.4 of them.
+    schedule = make_schedule("m", 0.8, MeasuredTails(tails, BIN, 500), UNDER, 320, origin)
     assert schedule.provenance["bins"][4]["basis"] == "dense"
     for cached in range(4 * BIN, 5 * BIN):
         assert schedule.tokens_read(cached) == cached
     rates = [Tokens(prompt, np.full(600, 300), np.full(600, 0.5)) for prompt in "abcdefghijkl"]
     assert check_schedule(schedule, 0.8, rates, 500)["bins"][4]["verdict"] == "dense"
-    cheaper = BudgetSchedule(**schedule.model_dump() | {"budget_tokens": (64, 64, 64, 64, 448)})
+    cheaper = BudgetSchedule(**schedule.model_dump() | {"budget_tokens": (64, 64, 64, 64, 192)})
     assert check_schedule(cheaper, 0.8, rates, 500)["bins"][4]["verdict"] == "fails"
 
 

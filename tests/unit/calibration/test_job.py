@@ -144,12 +144,14 @@ def test_a_schedule_that_is_dense_on_all_prompts_cannot_be_checked(
         check_job(replace(check, check=specs))
 
 
-def test_a_rule_is_measured_unless_the_model_has_linear_attention(
+def test_the_int4_rule_is_the_default_except_with_linear_attention(
     options: CalibrationOptions, tmp_path: Path
 ) -> None:
-    assert calibration_job(options).options.rule == "calibrated"
+    start = calibration_job(options).start
+    assert (start.selection, start.dense_layers) == ("int4", ())
     Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"]).save_pretrained(tmp_path)
     linear = replace(options, model_path=str(tmp_path))
-    assert calibration_job(linear).options.rule == "published"
+    start = calibration_job(linear).start
+    assert (start.selection, start.dense_layers) == ("published", (0, 1))
     with pytest.raises(CalibrationError, match="--rule"):
-        calibration_job(replace(linear, rule="calibrated"))
+        calibration_job(replace(linear, rule="int4"))

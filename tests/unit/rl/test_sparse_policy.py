@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engines import CHOSEN, RULED, random_prompt
+from engines import INT4_SCHEDULE, random_prompt
 from oracle import ContractModel
 from scipy.special import softmax
 
@@ -28,9 +28,7 @@ def policy(sharp_llama) -> DensePolicy:
     return DensePolicy.load(ModelConfig(path=sharp_llama), OptimizerConfig(), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("rows", "schedule"), [(7, GROWING), (512, GROWING), (50, RULED), (50, CHOSEN)]
-)
+@pytest.mark.parametrize(("rows", "schedule"), [(7, GROWING), (512, GROWING), (50, INT4_SCHEDULE)])
 def test_acceptance_rates_are_those_of_the_contract(
     policy, sharp_llama, monkeypatch, rows, schedule
 ):
@@ -128,7 +126,7 @@ def test_the_block_mask_is_the_selection_and_skips_nothing(
     keys = padding(tuple(spans), CPU).pad(key)
 
     def selection():
-        return rule.selected_pages(rows, keys, late, 2)
+        return rule.selected_pages(rows, keys, late)
 
     group, count = heads[0] // heads[1], rows.shape[2]
     chosen = torch.zeros(2, heads[1], count, length, dtype=torch.bool)
