@@ -23,7 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def rows_of(files: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Rows of one GPU and 16-bit weights, and the terms of each."""
+    """Rows of one GPU and 16-bit weights, and the terms of each. Rows under a file that is no longer
+    in benchmarks/schedules are left out: their selection rule was removed."""
     for file in files:
         content = json.loads((RESULTS / file).read_text("utf-8"))
         for row in content["rows"]:
@@ -31,12 +32,12 @@ def rows_of(files: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, fl
                 continue
             shape = model_shape(row["model"], row.get("kv_cache_dtype") or "auto")
             schedule = None
-            if row["schedule"]:
-                measured = ROOT / "benchmarks" / "schedules" / Path(row["schedule"]).name
-                schedule = load_schedule(
-                    str(measured) if measured.exists() else row["schedule"], 16
-                )
-                schedule = schedule.for_model(model_config(row["model"]))
+            if spec := row["schedule"]:
+                if spec.endswith(".json"):
+                    spec = str(ROOT / "benchmarks" / "schedules" / Path(spec).name)
+                    if not Path(spec).exists():
+                        continue
+                schedule = load_schedule(spec, 16).for_model(model_config(row["model"]))
             size = row["batch"], row["cached_tokens"] // row["batch"]
             yield row, step_terms(shape, Path(file).parent.name, *size, schedule)
 
