@@ -13,7 +13,7 @@ import pytest
 RUN = "run_dir = 'run'\n[task]\nname = 'math'\ntrain_path = 'rows.jsonl'\n"
 STORY = "run_dir = 'run'\n[task]\nname = 'story'\n[task.options]\nwords = 8\n"
 MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-1.7b"
-SCHEDULE = str(MODEL.parents[1] / "schedules" / "qwen3-1.7b-int4-pairs.json")
+SCHEDULE = str(MODEL.parents[1] / "schedules" / "qwen2.5-coder-1.5b-16k.json")
 ANSWERED = [
     (["--help"], ["sparrow serve", "sparrow doctor", "KV pages"]),
     (["serve", "--help"], ["examples:", "--help-all", "sparrow doctor"]),
