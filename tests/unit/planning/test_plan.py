@@ -98,7 +98,7 @@ def test_no_gain_and_its_reason(plan: Plan) -> None:
     text = plan("--length", "300", "--schedule", "fixed-512")
     assert "no gain" in text and "nothing is sparse at 300 tokens" in text
     assert rows(text)[300][0] == "all"
-    two_heads = plan("--batch", "1", "--length", "4096")
+    two_heads = plan("--batch", "1", "--length", "2048")
     assert "no gain" in two_heads and "fixed cost" in two_heads
 
 
