@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def rows_of(files: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Rows of one GPU and 16-bit weights, and the terms of each. Rows under a file that is no longer
+    """Rows of one GPU and 16-bit weights, and the terms of each. Rows under a file that is not
     in benchmarks/schedules are left out: their selection rule was removed."""
     for file in files:
         content = json.loads((RESULTS / file).read_text("utf-8"))
