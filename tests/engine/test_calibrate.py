@@ -130,7 +130,7 @@ def test_rates_along_a_given_response_are_those_of_that_response(
     draw = random.Random(5)
     rows = [
         {key: [draw.randrange(3, 32) for _ in range(size)] for key, size in sizes.items()}
-        for sizes in ({"input_ids": 90, "response": 40}, {"input_ids": 140, "response": 30})
+        for sizes in [{"input_ids": 90, "response": 40}, {"input_ids": 140, "response": 30}] * 4
     ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     schedule = BudgetSchedule(
@@ -138,7 +138,7 @@ def test_rates_along_a_given_response_are_those_of_that_response(
     )
     schedule.save(tmp_path / "small.json")
     words = command(model, tmp_path / "p.jsonl", "--check", str(tmp_path / "small.json"))
-    # Two prompts judge nothing.
+    # Enough tokens together, but too few in any bin to judge it.
     assert cli.main([*words, "--work", str(tmp_path / "w"), "--out", str(tmp_path / "c.json")]) == 1
     settings = json.loads((tmp_path / "w" / "settings.json").read_text())
     measured = WorkFolder(tmp_path / "w", settings).load().values()
