@@ -148,9 +148,9 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
-    sharp_llama: str, number: int
+    sharp_llama: str, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """In a group outside of the loss, and in one inside."""
+    """In a group outside of the loss only, and in all."""
     groups = []
     for group in range(2):
         prompt, response = ids_of(group, 0)
@@ -158,9 +158,19 @@ def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
         rollouts = (Rollout(f"p{group}", i, *tokens, "stop", "0", "dense", "") for i in range(2))
         groups.append(Group(Prompt(f"p{group}", "t", tuple(prompt)), tuple(rollouts)))
     policy = new_policy(sharp_llama)
-    damaged = groups[number].rollouts[0].response_ids[0]
-    with torch.no_grad():
-        policy.model.get_input_embeddings().weight[damaged] = torch.nan
+    score = policy.score
+
+    def damaged(*arguments: Any) -> Any:
+        logprobs, entropies = score(*arguments)
+        logprobs[0][2] = torch.nan
+        return logprobs, entropies
+
+    if number == 0:
+        # Only responses outside of the loss are scored before the update.
+        monkeypatch.setattr(policy, "score", damaged)
+    else:
+        with torch.no_grad():
+            policy.head.fill_(torch.nan)
     fields = {"run_dir": "unused", "task": {"name": "story"}, "mismatch": {"sequences": 0}}
     config = TrainConfig.parse(fields)
     before = {name: one.clone() for name, one in policy.named_weights()}
@@ -171,8 +181,9 @@ def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
         state=State(),
         updating=nullcontext,
     )
-    collected = Collected(groups, ((1.0, 1.0), (1.0, 0.0)), (), {}, 100)
-    with pytest.raises(FloatingPointError, match=f"step 3, prompt 'p{number}', sample 0: .* of"):
+    rewards: tuple[Rewards, ...] = ((1.0, 1.0), (1.0, 0.0)) if number == 0 else ((2.0, 1.0),) * 2
+    collected = Collected(groups, rewards, (), {}, 100)
+    with pytest.raises(FloatingPointError, match="step 3, prompt 'p0', sample 0: .* of"):
         trainer.train_step(run, 3, collected, Clock())
     assert run.state == State()
     for name, one in policy.named_weights():
