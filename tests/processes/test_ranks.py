@@ -129,9 +129,13 @@ def distilled(ranks: Ranks) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
     policy = DensePolicy(model, ModelConfig(micro_batch_tokens=64), OptimizerConfig(), "cpu", ranks)
-    settings = DistillConfig(enabled=True, rank=4, lr=1e-2, entropy=100.0)
+    settings = DistillConfig(enabled=True, rank=4, lr=3.0, entropy=100.0)
     torch.manual_seed(1)
     adapter = SparseAdapter(policy, settings)
+    # Adam's first step is nearly the gradient's sign, so it would turn rounding errors of small
+    # elements into weights that differ. With a large eps it is proportional to the gradient.
+    for group in adapter._optimizer.param_groups:
+        group["eps"] = 1.0
     gradients: list[torch.Tensor] = []
     step = adapter._optimizer.clipped_step
 
@@ -155,7 +159,8 @@ def test_the_entropy_term_does_not_depend_on_the_number_of_ranks(
     for rank in on_ranks(ranks, distilled, tmp_path / "many"):
         torch.testing.assert_close(rank["metrics"], alone["metrics"], atol=1e-6, rtol=1e-4)
         for found, expected in zip(rank["gradients"], alone["gradients"], strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-5 * largest, rtol=1e-4)
+            # The gap is 1e-3 of the entropies that it is the difference of, and rounded with them.
+            torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -118,10 +118,10 @@ def test_the_gradient_is_that_of_the_squared_gap_of_the_whole_step(
         # Without the adapter its factors take no gradient.
         with adapter.enabled():
             expected = torch.autograd.grad(loss, adapter._params)
-    assert len(gradients) == len(factors) and abs(float(gap)) > 1e-4
+    assert len(gradients) == len(factors) and abs(float(gap.detach())) > 1e-4
     largest = max(float(one.abs().max()) for one in expected)
     for found, one in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(found, one, atol=1e-5 * largest, rtol=1e-4)
+        torch.testing.assert_close(found, one, atol=1e-4 * largest, rtol=1e-4)
 
 
 def test_rounding_changes_the_gradient_as_little_as_runs_are_compared_by(sharp_llama, monkeypatch):
