@@ -18,7 +18,7 @@ from sparrow_sglang.models import ModelError, missing_weights
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import DEFAULT_GPU, GPUS
 from sparrow_sglang.plugin.modes import mode_of
-from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.names import BACKEND, WEIGHTS_FIELD, uses_sparrow
 from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
 from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
@@ -191,16 +191,17 @@ def _check_gain(
 
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else DEFAULT_GPU
     gpu = next((key for key in GPUS if key in name), None)
-    dtype = resolved(server_args).kv_cache_dtype
+    view = resolved(server_args)
+    dtype = view.kv_cache_dtype
     if gpu is None or dtype not in KV_ITEMSIZES:
         return Check("note", "gain", f"not predicted for {name} with a {dtype} cache")
     try:
         shape = ModelShape.from_config(model_config.hf_config.to_dict())
     except InputError as error:
         return Check("note", "gain", f"not predicted: {error}")
-    plan = Plan(shape, schedule, schedule, gpu, BATCH)
+    plan = Plan(shape, schedule, schedule, gpu, BATCH, getattr(view, WEIGHTS_FIELD))
     longest = min(model_config.context_len, 32768)
-    if mode_of(view := resolved(server_args)).is_dense:
+    if mode_of(view).is_dense:
         ms, drafts = plan.lossless(longest, ACCEPTANCE, view.speculative_num_draft_tokens - 1)
         gain, reason = plan.ms(longest) / ms, f"acceptance rate {ACCEPTANCE}"
         verdict = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"

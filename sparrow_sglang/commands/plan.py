@@ -17,16 +17,17 @@ from sparrow_sglang.planning.step_time import (
     GPUS,
     MEMORY,
     constants,
+    fp8_pays,
     local_gpu,
     lossless_ms,
     step_bytes,
     step_time,
 )
-from sparrow_sglang.plugin.names import DEFAULT_DRAFTS
+from sparrow_sglang.plugin.names import DEFAULT_DRAFTS, DRAFT_WEIGHTS, FP8
 from sparrow_sglang.schedules.names import AUTO, load_schedule, read_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES, BudgetSchedule, ScheduleError
 
-MODEL, BATCH, ACCEPTANCE = "qwen3-1.7b", 16, 0.95
+MODEL, BATCH, ACCEPTANCE = "qwen3-1.7b", 16, 0.93
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 NO_GAIN = 1.03
 """Predicted speed-ups below this one are no gain."""
@@ -41,13 +42,19 @@ _HEADS = (
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is predicted from; `batch` sequences decode together on `gpu`. `drafting` is the
-    schedule of drafts of lossless decoding."""
+    schedule of drafts of lossless decoding, `draft_weights` one of `DRAFT_WEIGHTS`."""
 
     shape: ModelShape
     schedule: BudgetSchedule
     drafting: BudgetSchedule
     gpu: str
     batch: int
+    draft_weights: str = AUTO
+
+    @property
+    def fp8_drafts(self) -> bool:
+        pays = self.draft_weights == AUTO and fp8_pays(self.shape, self.gpu)
+        return pays or self.draft_weights == FP8
 
     def ms(self, cached: int, schedule: BudgetSchedule | None = None) -> float:
         """Milliseconds of a step at `cached` tokens; dense without a schedule."""
@@ -61,7 +68,10 @@ class Plan:
         self, cached: int, acceptance: float, most: int = DEFAULT_DRAFTS
     ) -> tuple[float, int]:
         """Milliseconds a token of lossless decoding at `cached` tokens, and drafts of a round."""
-        return lossless_ms(self.ms(cached), self.ms(cached, self.drafting), acceptance, most)
+        draft = step_time(
+            self.shape, self.gpu, self.batch, cached, self.drafting, self.fp8_drafts
+        ).total
+        return lossless_ms(self.ms(cached), draft, acceptance, most)
 
     def response_speedup(self, cached: int, ms: Callable[[int], float]) -> float:
         """Time of all dense steps from an empty cache to `cached` tokens, over that of steps that
@@ -117,6 +127,8 @@ def add_parser(subparsers: Any) -> None:
     add("--gpu", choices=sorted(GPUS), default=local_gpu(), help=shown_default)
     rate = f"mean acceptance rate of drafts, for lossless decoding {shown_default}"
     add("--acceptance", type=float, default=ACCEPTANCE, help=rate)
+    weights = "weights that drafts of lossless decoding use; auto: FP8 copies where they pay"
+    add("--draft-weights", choices=DRAFT_WEIGHTS, default=AUTO, help=f"{weights} {shown_default}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     schedule = _read_schedule(args.schedule, config, args.page_size).for_model(config)
     drafts = BudgetSchedule.drafts(args.page_size or PAGE_SIZE)
     drafting = drafts if args.schedule == AUTO else schedule
-    plan = Plan(shape, schedule, drafting, args.gpu, args.batch)
+    plan = Plan(shape, schedule, drafting, args.gpu, args.batch, args.draft_weights)
     lengths = _lengths(args.length, config)
     state = schedule.describe_calibration(config) if schedule.calibrated else "not calibrated"
     print(
@@ -147,7 +159,10 @@ def run(args: argparse.Namespace) -> int:
         )
     measured = {Path(file).parent.name for file in constants()["fitted_to"]}
     scaled = "" if args.gpu in measured else f"; {args.gpu.upper()} is scaled by its bandwidth"
-    rate = f"drafts by schedule {drafting.name}, accepted at a rate of {args.acceptance}"
+    weights = "FP8 copies of the weights" if plan.fp8_drafts else "the model's weights"
+    rate = (
+        f"drafts by schedule {drafting.name} and {weights}, accepted at a rate of {args.acceptance}"
+    )
     lossless = "" if shape.partial_layers else f"\nlossless: {rate}; 0 drafts are dense steps"
     print(
         "\n\nread: KV tokens per step, mean over layers; response: all steps up to this length"

@@ -16,10 +16,17 @@ from sparrow_sglang.schedules.selection import landmark_bytes
 GPUS = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.039e12}
 """Memory bandwidth in bytes/s by data sheet: H200, H100 SXM, A100 80GB SXM."""
 DEFAULT_GPU = "h100"
+_FP8_GPUS = ("h200", "h100")
 MEMORY = {"h200": 141e9, "h100": 80e9, "a100": 80e9}
 """Bytes, by data sheet."""
 VERIFICATION = 1.2
 """Dense steps that verifying a round of drafts takes."""
+FP8_LAYER_MS = 0.0092
+"""What FP8 adds to a layer of a draft, beside halving the time in which its weights are read."""
+FP8_PAYS_BELOW = 0.75
+"""Lossless decoding makes FP8 copies of weights, unless required to, where layers then take at most
+this share of their time in 16 bits: FP8 costs up to 7 % of the tokens of a round, and only a part
+of a draft is spent in these layers."""
 CONSTANTS = Path(__file__).with_name("step_times.json")
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -125,15 +132,29 @@ class StepTime:
 
 
 def step_time(
-    shape: ModelShape, gpu: str, batch: int, cached: int, schedule: BudgetSchedule | None = None
+    shape: ModelShape,
+    gpu: str,
+    batch: int,
+    cached: int,
+    schedule: BudgetSchedule | None = None,
+    fp8_weights: bool = False,
 ) -> StepTime:
     """A step of `batch` sequences of `cached` tokens each; dense without a schedule."""
     factors = constants()["ms"]
     terms = step_terms(shape, gpu, batch, cached, schedule)
     parts = {name: factors[name] * value for name, value in terms.items()}
     weights, kv = parts.pop("weights"), parts.pop("kv") + parts.pop("kv_fp8_dense")
+    if fp8_weights:
+        weights = weights / 2 + FP8_LAYER_MS * shape.num_layers
     selection = sum(parts.pop(name) for name in ("landmarks", "scored_pages", "sparse_layers"))
     return StepTime(weights, kv, selection, sum(parts.values()))
+
+
+def fp8_pays(shape: ModelShape, gpu: str) -> bool:
+    """Whether lossless decoding would make FP8 copies of weights by itself. Experts stay in 16
+    bits, so models with experts are predicted without."""
+    in_16, in_8 = (step_time(shape, gpu, 1, 1, None, fp8).weights for fp8 in (False, True))
+    return gpu in _FP8_GPUS and not shape.experts and in_8 <= FP8_PAYS_BELOW * in_16
 
 
 def lossless_ms(

@@ -20,6 +20,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_parallel
 
+from sparrow_sglang.planning.step_time import FP8_PAYS_BELOW
 from sparrow_sglang.plugin.lossless.fp8_kernels import (
     LARGEST,
     Quantized,
@@ -34,9 +35,6 @@ from sparrow_sglang.schedules.names import AUTO
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-PAYS_BELOW = 0.75
-"""`auto` makes copies if the layers then take at most this share of their time in 16 bits: FP8
-costs up to 7 % of the tokens of a round, and only a part of a draft is spent in these layers."""
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which on GPUs multiply FP8."""
 _ROWS = 16  # with which `auto` times the layers
@@ -259,7 +257,7 @@ def make_draft_weights(runner: "ModelRunner") -> DraftWeights:
         share = torch.tensor(weights.relative_seconds(), device=runner.device)
         if parallel.tp_size > 1:
             parallel.tp_group.broadcast(share, src=0)
-        if float(share) > PAYS_BELOW:
+        if float(share) > FP8_PAYS_BELOW:
             weights, line = none, f"drafts use the model's weights, not {size}"
         line += f": layers would take {float(share):.2f} of the time"
     weights.install()

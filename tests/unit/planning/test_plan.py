@@ -90,6 +90,22 @@ def test_lossless_drafts_under_its_own_default_schedule(plan: Plan) -> None:
     assert default[5:] == drafts[5:] != chosen[5:] and default[:5] == chosen[:5] != drafts[:5]
 
 
+def test_drafts_of_large_models_use_fp8_copies_unless_told_otherwise(plan: Plan) -> None:
+    model = str(MODELS / "qwen3-8b")
+    by_itself, fp8, own, on_a100 = (
+        plan("--length", "8192", "--batch", "4", *options, model=model)
+        for options in (
+            ["--gpu", "h200"],
+            ["--gpu", "h200", "--draft-weights", "fp8"],
+            ["--gpu", "h200", "--draft-weights", "model"],
+            ["--gpu", "a100"],
+        )
+    )
+    assert by_itself == fp8 and "FP8 copies of the weights" in fp8
+    assert float(rows(fp8)[8192][5]) < float(rows(own)[8192][5])
+    assert "the model's weights" in own and "the model's weights" in on_a100
+
+
 def test_no_lossless_times_for_models_that_lossless_decoding_rejects(plan: Plan) -> None:
     assert len(rows(plan(model=str(MODELS / "gemma3-12b")))[4096]) == 5
 
