@@ -390,18 +390,6 @@ def test_new_weights_draft_and_verify(
     assert lossless.generate(**fields)["output_ids"] == before
 
 
-def test_copies_of_weights_follow_updates(sharp_llama: str, tmp_path: Path) -> None:
-    """Copies of the old weights would draft what the new ones reject."""
-    other = save_tiny_model(tmp_path, seed=1, spread=0.15)
-    # Drafts read the whole KV.
-    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-512", "page_size": 16}
-    with start_engine(sharp_llama, **arguments, **DRAFTS) as engine:
-        for load in (load_from_tensors, load_from_disk):
-            load(engine, other if load is load_from_tensors else sharp_llama)
-            fields = {"input_ids": random_prompt(50, 120), "sampling_params": greedy(50)}
-            assert engine.generate(**fields)["meta_info"]["spec_accept_length"] > 2
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -515,6 +503,18 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
             assert all(1 < answer["meta_info"]["spec_accept_length"] < 4 for answer in got)
         checked = engine.tokenizer_manager.sparrow.calls["landmarks"]()
         assert engine.loop.run_until_complete(checked)
+
+
+def test_copies_of_weights_follow_updates(sharp_llama: str, tmp_path: Path) -> None:
+    """Copies of the old weights would draft what the new ones reject."""
+    other = save_tiny_model(tmp_path, seed=1, spread=0.15)
+    # Drafts read the whole KV.
+    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-512", "page_size": 16}
+    with start_engine(sharp_llama, **arguments, **DRAFTS) as engine:
+        for load in (load_from_tensors, load_from_disk):
+            load(engine, other if load is load_from_tensors else sharp_llama)
+            fields = {"input_ids": random_prompt(50, 120), "sampling_params": greedy(50)}
+            assert engine.generate(**fields)["meta_info"]["spec_accept_length"] > 2
 
 
 def test_ranks_agree(schedule_file: str, tmp_path: Path) -> None:

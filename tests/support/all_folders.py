@@ -31,7 +31,7 @@ def main(flags: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_for_fork()
-    children = []
+    children = {}
     for arguments in (*FOLDERS, *PATIENT):
         child = os.fork()
         if not child:
@@ -39,11 +39,19 @@ def main(flags: list[str]) -> int:
             # pytest could rewrite assertions of a plugin of anyio, had SGLang not imported it.
             ignored = "ignore::pytest.PytestAssertRewriteWarning"
             return pytest.main([*arguments, "-W", ignored, *flags])
-        children.append(child)
+        children[child] = arguments[0]
     # Ctrl-C reaches the children, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(child, signal.SIGTERM) for child in children])
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+    exit_codes = {
+        folder: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for child, folder in children.items()
+    }
+    # An engine that dies kills its parent, which then reports nothing.
+    for folder, code in exit_codes.items():
+        if code:
+            print(f"{folder}: exit code {code}", file=sys.stderr)
+    return any(exit_codes.values())
 
 
 if __name__ == "__main__":
