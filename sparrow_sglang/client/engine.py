@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from sparrow_sglang.plugin.server_log import keep_warnings
@@ -17,15 +18,17 @@ def start_engine(
     arguments, and `died` if a process of the engine ends while it starts."""
     import sglang
 
-    def fail(*_: Any) -> NoReturn:
-        raise died("a process of the engine failed; its traceback is on stderr")
-
     keep_warnings()
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    quiet = {"log_level": "error", "custom_sigquit_handler": fail}
+    # The engine's processes receive all arguments, pickled.
+    quiet = {"log_level": "error", "custom_sigquit_handler": partial(_fail, died)}
     engine = sglang.Engine(**quiet | arguments)
     keep_signals(engine, on_sigterm, on_death)
     return engine
+
+
+def _fail(died: type[RuntimeError], *_: Any) -> NoReturn:
+    raise died("a process of the engine failed; its traceback is on stderr")
 
 
 def keep_signals(engine: Any, on_sigterm: Any, on_death: Callable[[Any], object]) -> None:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -250,6 +251,8 @@ def import_for_fork() -> Any:
 
     def then_fork(server_args: Any) -> None:
         set_envs_and_config(server_args)
+        # Spawned processes would receive them pickled.
+        ForkingPickler.dumps(server_args)
         # A forked process cannot use CUDA once its parent has.
         if not torch.cuda.is_available():
             multiprocessing.set_start_method("fork", force=True)
