@@ -4,7 +4,7 @@ arXiv:2503.14476). Partial rollouts take the groups that finish first, and conti
 (Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521)."""
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ import numpy as np
 
 from sparrow_sglang.rl.advantages import rewards_differ
 from sparrow_sglang.rl.config import RolloutConfig
-from sparrow_sglang.rl.rollout import OnFinished
+from sparrow_sglang.rl.rollout import Callbacks
 from sparrow_sglang.rl.runs.log import Clock
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.tasks.rewards import Scoring
@@ -42,7 +42,8 @@ def collect(run: Run, first: int, clock: Clock) -> Collected:
         sampled = _Sampled(run, scoring, first)
         begun = sampled.begin(run.config.rollout.prompts_per_step)
         with clock("rollout"):
-            for position, group in run.stream(begun, finished_counter(run), sampled.more_groups):
+            callbacks = Callbacks(finished_counter(run), sampled.more_groups)
+            for position, group in run.stream(begun, callbacks):
                 sampled.add(position, group)
         with clock("reward"):
             scoring.wait()
@@ -135,7 +136,7 @@ def new_groups(run: Run, first: int, count: int) -> list[Group]:
     return [Group.begun(prompt, run.config.rollout.samples_per_prompt) for prompt in prompts]
 
 
-def finished_counter(run: Run) -> OnFinished:
+def finished_counter(run: Run) -> Callable[[int], object]:
     settings = run.config.rollout
     total = settings.prompts_per_step * settings.samples_per_prompt
     return run.log.response_counter("rollout", total)
@@ -192,7 +193,8 @@ def collect_partial(run: Run, first: int, step: int, clock: Clock) -> Collected:
         with clock("rollout"):
             unfinished = [position for position, group in groups.items() if not group.finished]
             begun = [groups[position] for position in unfinished]
-            for index, group in run.stream(begun, finished_counter(run), should_stop=should_stop):
+            callbacks = Callbacks(finished_counter(run), should_stop=should_stop)
+            for index, group in run.stream(begun, callbacks):
                 take(unfinished[index], group)
         chosen = sorted(numbers)
         with clock("reward"):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -80,7 +80,63 @@ class Updated:
     skipped_in_a_row: int
 
 
-class Learner:
+class Learner(Protocol):
+    """The trained weights of a run, in this process or in those of a cluster."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
+    def device_name(self) -> str: ...
+
+    def open_engine(
+        self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
+    ) -> RolloutEngine:
+        """`config.server_args` take precedence over `defaults`."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of the learner, if it has any."""
+        ...
+
+    def score(self, batch: Batch) -> Scored:
+        """With one mini-batch only responses outside the loss: `update` replaces the zeros of the
+        others, from a policy that is still the same."""
+        ...
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """[N]; None without a KL term."""
+        ...
+
+    def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
+        """Exact acceptance rates of some responses, of an actor with the current adapter; None
+        without a schedule or measured responses."""
+        ...
+
+    def update(
+        self, batch: Batch, scored: Scored, reference: torch.Tensor | None, lr: float
+    ) -> Updated:
+        """One optimizer step per mini-batch; metrics are means over those taken."""
+        ...
+
+    def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
+        """One step of the adapter towards the policy of the next rollouts. Its scale is then chosen
+        on the responses that `acceptance` measures, which the step does not learn from if there are
+        others."""
+        ...
+
+    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
+        """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.
+        Returns the adapter's name for requests, if they need it."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`."""
+        ...
+
+    def restore(self, folder: Path) -> None: ...
+
+
+class LocalLearner:
     """With several `policy.ranks`, all call the same methods with the same arguments."""
 
     def __init__(
@@ -96,7 +152,7 @@ class Learner:
         self._reference = reference
 
     @classmethod
-    def load(cls, config: TrainConfig, ranks: Ranks = ALONE) -> "Learner":
+    def load(cls, config: TrainConfig, ranks: Ranks = ALONE) -> "LocalLearner":
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimizer, device, ranks)
         reference = ReferencePolicy(policy) if config.algorithm.kl_coefficient else None
@@ -115,15 +171,12 @@ class Learner:
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
     ) -> RolloutEngine:
-        """`config.server_args` take precedence over `defaults`."""
         return LocalEngine(model_path, config.schedule, **{**defaults, **config.server_args})
 
     def close(self) -> None:
-        """End the processes of the learner, if it has any."""
+        pass
 
     def score(self, batch: Batch) -> Scored:
-        """With one mini-batch only responses outside the loss: `update` replaces the zeros of the
-        others, from a policy that is still the same."""
         settings, count = self._config, len(batch.advantages)
         by_update = settings.algorithm.mini_batches == 1
         scored_here = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
@@ -135,14 +188,11 @@ class Learner:
         return scored
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """[N]; None without a KL term."""
         if self._reference is None:
             return None
         return self._reference.logprobs(batch, self._config.rollout.temperature)
 
     def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
-        """Exact acceptance rates of some responses, of an actor with the current adapter; None
-        without a schedule or measured responses."""
         chosen = batch.sample_evenly(self._config.mismatch.sequences)
         if schedule is None or not chosen.rollouts:
             return None
@@ -154,7 +204,6 @@ class Learner:
     def update(
         self, batch: Batch, scored: Scored, reference: torch.Tensor | None, lr: float
     ) -> Updated:
-        """One optimizer step per mini-batch; metrics are means over those taken."""
         policy, settings = self.policy, self._config.algorithm
         for group in policy.optimizer.param_groups:
             group["lr"] = lr
@@ -185,9 +234,6 @@ class Learner:
         return Updated(means | counts, scored, policy.optimizer.skipped_in_a_row)
 
     def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
-        """One step of the adapter towards the policy of the next rollouts. Its scale is then chosen
-        on the responses that `acceptance` measures, which the step does not learn from if there are
-        others."""
         if self.adapter is None or schedule is None:
             return {}
         measured = self._config.mismatch.sequences
@@ -200,8 +246,6 @@ class Learner:
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
-        """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.
-        Returns the adapter's name for requests, if they need it."""
         # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
         torch.cuda.empty_cache()
         engine = cast(LocalEngine, engine)
@@ -224,7 +268,6 @@ class Learner:
         return self.adapter if unmerged and self.adapter and self.adapter.scale > 0 else None
 
     def save(self, folder: Path) -> None:
-        """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`."""
         first = self.policy.ranks.rank == 0
         save_model(self.policy, folder / "model" if first else None)
         if self.adapter is not None and first:

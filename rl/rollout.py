@@ -126,15 +126,23 @@ def _problem(meta: Mapping[str, Any], length: int, limit: int) -> str | None:
     return None
 
 
-OnFinished = Callable[[int], object]
-"""Called with the number of responses that have become complete since the last call."""
+@dataclass(frozen=True)
+class Callbacks:
+    """What a stream of groups calls.
 
-MoreGroups = Callable[[bool], Sequence[Group]]
-"""Returns additional groups to start. The argument says whether no group is under way any more; if
-it returns none then, the rollout ends."""
+    Attributes:
+        on_finished: told the number of responses that have become complete since the last call.
+        more_groups: additional groups, which take the next positions. The argument says whether no
+            group is under way any more; if it returns none then, the stream ends.
+        should_stop: whether to stop, and yield unfinished groups as they are.
+    """
 
-ShouldStop = Callable[[], bool]
-"""Returns whether to stop, and return groups as far as they are."""
+    on_finished: Callable[[int], object] = lambda count: None
+    more_groups: Callable[[bool], Sequence[Group]] = lambda idle: ()
+    should_stop: Callable[[], bool] = lambda: False
+
+
+NO_CALLBACKS = Callbacks()
 
 
 class RolloutEngine(Protocol):
@@ -145,25 +153,18 @@ class RolloutEngine(Protocol):
         prompts: Sequence[Prompt],
         n: int,
         sampling: Sampling,
-        on_finished: OnFinished | None = None,
+        callbacks: Callbacks = NO_CALLBACKS,
     ) -> list[Group]:
         """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
         begun = [Group.begun(prompt, n) for prompt in prompts]
-        groups = dict(self.stream(begun, sampling, on_finished))
+        groups = dict(self.stream(begun, sampling, callbacks))
         return [groups[position] for position in range(len(prompts))]
 
     def stream(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-        more_groups: MoreGroups | None = None,
-        should_stop: ShouldStop | None = None,
+        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks = NO_CALLBACKS
     ) -> Iterator[tuple[int, Group]]:
         """Yields each group once it is finished, with its position in `groups`. Stopped responses
-        are continued. `more_groups` is called regularly for groups that take the next positions;
-        the stream ends when none is under way and it returns none. Once `should_stop` returns True,
-        unfinished groups are yielded as they are."""
+        are continued."""
         ...
 
     def release(self) -> None:

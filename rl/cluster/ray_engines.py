@@ -23,13 +23,12 @@ from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.responses import POLL_S
 from sparrow_sglang.rl.rollout import (
+    NO_CALLBACKS,
+    Callbacks,
     EngineDied,
     EngineNotStarted,
-    MoreGroups,
-    OnFinished,
     RolloutEngine,
     Sampling,
-    ShouldStop,
 )
 from sparrow_sglang.rl.types import Group
 
@@ -80,7 +79,8 @@ class EngineActor:
         def should_stop() -> bool:
             return self._stopped >= rollout
 
-        for index, group in self._engine.stream([], sampling, None, more_groups, should_stop):
+        callbacks = Callbacks(more_groups=more_groups, should_stop=should_stop)
+        for index, group in self._engine.stream([], sampling, callbacks):
             yield positions[index], group
         del self._inboxes[rollout]
 
@@ -161,12 +161,7 @@ class RayEngines(RolloutEngine):
             raise
 
     def stream(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-        more_groups: MoreGroups | None = None,
-        should_stop: ShouldStop | None = None,
+        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks = NO_CALLBACKS
     ) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine`; a group goes to the engine with the fewest unfinished responses.
         Raises `EngineDied`, and `ray.exceptions.RayTaskError` if an engine failed without dying."""
@@ -176,15 +171,14 @@ class RayEngines(RolloutEngine):
         waiting, count, stopped = deque(enumerate(groups)), len(groups), False
         try:
             while True:
-                if not stopped and should_stop is not None and should_stop():
+                if not stopped and callbacks.should_stop():
                     stopped = True
                     self._stop_rollout()
                 if not stopped:
-                    if more_groups is not None:
-                        idle = not waiting and not any(e.owed for e in self._engines.values())
-                        added = more_groups(idle)
-                        waiting.extend(enumerate(added, count))
-                        count += len(added)
+                    idle = not waiting and not any(e.owed for e in self._engines.values())
+                    added = callbacks.more_groups(idle)
+                    waiting.extend(enumerate(added, count))
+                    count += len(added)
                     self._assign(waiting, sampling)
                 streams = {e.stream: slot for slot, e in self._engines.items() if e.stream}
                 if not (streams if stopped else any(e.owed for e in self._engines.values())):
@@ -204,8 +198,7 @@ class RayEngines(RolloutEngine):
                     raise _died(slot, error) from error
                 else:
                     del engine.owed[position]
-                    if on_finished is not None:
-                        on_finished(sum(rollout.finished for rollout in group.rollouts))
+                    callbacks.on_finished(sum(one.finished for one in group.rollouts))
                     yield position, group
             yield from waiting
         finally:

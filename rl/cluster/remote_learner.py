@@ -17,7 +17,7 @@ from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
 from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
 from sparrow_sglang.rl.cluster.trainer_actor import TrainerActor
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.learner import Learner, TrainersLost
+from sparrow_sglang.rl.learner import TrainersLost
 from sparrow_sglang.rl.ranks import Ranks
 from sparrow_sglang.rl.rollout import RolloutEngine
 
@@ -32,7 +32,7 @@ def _on_all_workers(method: str) -> Any:
     return lambda learner, *arguments: learner._call(method, *arguments)
 
 
-class RemoteLearner(Learner):
+class RemoteLearner:
     def __init__(self, config: TrainConfig) -> None:
         """Raises `TrainersLost` if a worker died or Ray lacks GPUs, and `InputError` if GPUs that
         colocated engines would share are on different hosts."""

@@ -1,4 +1,4 @@
-"""One trainer worker as a Ray actor: a `Learner` with a shard of the policy on one GPU."""
+"""One trainer worker as a Ray actor: a `LocalLearner` with a shard of the policy on one GPU."""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,7 +14,7 @@ from sparrow_sglang.rl.cluster.weight_broadcast import LIMIT_S, WeightBroadcast,
 from sparrow_sglang.rl.config import ClusterConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER
 from sparrow_sglang.rl.engines.local_engine import pack, serialized
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.ranks import Ranks
 from sparrow_sglang.rl.rollout import EngineDied
 
@@ -48,7 +48,7 @@ class TrainerActor:
             dist.init_process_group(
                 backend, store=self._store, rank=ranks.rank, world_size=ranks.world, timeout=limit
             )
-        self._ranks, self._learner = ranks, Learner.load(self._config, ranks)
+        self._ranks, self._learner = ranks, LocalLearner.load(self._config, ranks)
         return self._learner.compute_dtype
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:

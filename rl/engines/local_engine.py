@@ -16,12 +16,11 @@ from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
 from sparrow_sglang.rl.rollout import (
+    NO_CALLBACKS,
+    Callbacks,
     EngineDied,
-    MoreGroups,
-    OnFinished,
     RolloutEngine,
     Sampling,
-    ShouldStop,
 )
 from sparrow_sglang.rl.types import Group
 from sparrow_sglang.schedules.schedule import DENSE
@@ -96,12 +95,7 @@ class LocalEngine(RolloutEngine):
             require_server_state(self._manager).measures_dense = False
 
     def stream(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-        more_groups: MoreGroups | None = None,
-        should_stop: ShouldStop | None = None,
+        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks = NO_CALLBACKS
     ) -> Iterator[tuple[int, Group]]:
         if self._version is None:
             raise RuntimeError(
@@ -117,7 +111,7 @@ class LocalEngine(RolloutEngine):
             switchable=self._schedule != DENSE,
         )
         responses.start(groups)
-        yield from responses.stream(on_finished, more_groups, should_stop)
+        yield from responses.stream(callbacks)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """Load weights under their checkpoint names; later rollouts carry `version`. Raises

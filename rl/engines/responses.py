@@ -10,11 +10,9 @@ from typing import Any
 import psutil
 
 from sparrow_sglang.rl.rollout import (
+    Callbacks,
     EngineDied,
-    MoreGroups,
-    OnFinished,
     Sampling,
-    ShouldStop,
     continued,
     sample_request,
 )
@@ -76,20 +74,15 @@ class Responses:
                 if not rollout.finished
             )
 
-    def stream(
-        self,
-        on_finished: OnFinished | None,
-        more_groups: MoreGroups | None,
-        should_stop: ShouldStop | None,
-    ) -> Iterator[tuple[int, Group]]:
+    def stream(self, callbacks: Callbacks) -> Iterator[tuple[int, Group]]:
         """As `RolloutEngine.stream`. Raises `RolloutError`, and `EngineDied` if a process ended
         or no response is finished within `sampling.timeout_s`."""
         silent_s = 0.0
         try:
             while True:
-                self._stopped = self._stopped or (should_stop is not None and should_stop())
-                if not self._stopped and more_groups is not None:
-                    self.start(more_groups(not self._running))
+                self._stopped = self._stopped or callbacks.should_stop()
+                if not self._stopped:
+                    self.start(callbacks.more_groups(not self._running))
                 if not self._running:
                     break
                 if self._stopped:
@@ -108,8 +101,7 @@ class Responses:
                 for task in done:
                     position, rollout = task.result()
                     self._rollouts[position][rollout.sample] = rollout
-                    if on_finished is not None:
-                        on_finished(int(rollout.finished))
+                    callbacks.on_finished(int(rollout.finished))
                     if self._group(position).finished:
                         yield position, self._group(position)
             for position in range(len(self._prompts)):

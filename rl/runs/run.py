@@ -15,8 +15,8 @@ from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
-from sparrow_sglang.rl.learner import Learner, TrainersLost
-from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
+from sparrow_sglang.rl.learner import Learner, LocalLearner, TrainersLost
+from sparrow_sglang.rl.rollout import Callbacks, RolloutEngine, Sampling
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.setup import Setup
@@ -112,13 +112,7 @@ class Run:
     def load_actor(self) -> None:
         self._adapter = self.learner.deliver(self.engine, str(self.state.step), adapted=True)
 
-    def stream(
-        self,
-        groups: Sequence[Group],
-        on_finished: OnFinished | None,
-        more_groups: MoreGroups | None = None,
-        should_stop: ShouldStop | None = None,
-    ) -> Iterator[tuple[int, Group]]:
+    def stream(self, groups: Sequence[Group], callbacks: Callbacks) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine.stream`; the engine has released its memory afterwards."""
         settings = self.config.rollout
         sampling = Sampling(
@@ -127,7 +121,7 @@ class Run:
             adapter=self._adapter,
             timeout_s=settings.timeout_s,
         )
-        yield from self.engine.stream(groups, sampling, on_finished, more_groups, should_stop)
+        yield from self.engine.stream(groups, sampling, callbacks)
         self.engine.release()
 
     @contextmanager
@@ -162,7 +156,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
         newest = checkpoints.begin(config, resume, setup.fingerprint)
         if config.cluster is None:
-            learner = Learner.load(config)
+            learner: Learner = LocalLearner.load(config)
         else:
             # Imported here, as only these runs need Ray.
             from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl.rollout import MoreGroups, OnFinished, RolloutEngine, Sampling, ShouldStop
+from sparrow_sglang.rl.rollout import NO_CALLBACKS, Callbacks, RolloutEngine, Sampling
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 8
@@ -26,24 +26,18 @@ class Sampler(RolloutEngine):
         self.version = ""
 
     def stream(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-        more_groups: MoreGroups | None = None,
-        should_stop: ShouldStop | None = None,
+        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks = NO_CALLBACKS
     ) -> Iterator[tuple[int, Group]]:
         self.entropies.clear()
         asked, position = list(groups), 0
-        while position < len(asked) or (more_groups and self._added(asked, more_groups)):
+        while position < len(asked) or self._added(asked, callbacks):
             prompt, samples = asked[position].prompt, range(len(asked[position].rollouts))
             yield position, Group(prompt, tuple(self._sample(prompt, i, sampling) for i in samples))
-            if on_finished is not None:
-                on_finished(len(samples))
+            callbacks.on_finished(len(samples))
             position += 1
 
-    def _added(self, asked: list[Group], more_groups: MoreGroups) -> bool:
-        more = more_groups(True)
+    def _added(self, asked: list[Group], callbacks: Callbacks) -> bool:
+        more = callbacks.more_groups(True)
         asked.extend(more)
         return bool(more)
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.benchmarks.rollout import make_requests, replay
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.metrics import round_metrics
-from sparrow_sglang.rl.rollout import EngineDied, Sampling
+from sparrow_sglang.rl.rollout import Callbacks, EngineDied, Sampling
 from sparrow_sglang.rl.types import ABORTED
 from sparrow_sglang.schedules.schedule import DENSE
 
@@ -93,9 +93,8 @@ def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
         def more_groups(idle, last=last, more=more, complete=complete) -> list:
             return [more.pop()] if more and (not last or len(complete) == 4 - len(more)) else []
 
-        for position, group in engine.stream(
-            begun(PROMPTS[:2], 2), SAMPLING, more_groups=more_groups
-        ):
+        callbacks = Callbacks(more_groups=more_groups)
+        for position, group in engine.stream(begun(PROMPTS[:2], 2), SAMPLING, callbacks):
             complete.append((position, group))
         groups = dict(complete)
         assert sorted(position for position, _ in complete) == [0, 1, 2, 3]
@@ -152,9 +151,8 @@ def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, 
     # One response more than the engine runs at once.
     asked, done = [longer, *begun([*PROMPTS, *PROMPTS, *PROMPTS[:2]], 1)], []
     groups, counted = {}, []
-    stream = sparse_engine.stream(
-        asked, Sampling(max_new_tokens=60), counted.append, should_stop=lambda: bool(done)
-    )
+    callbacks = Callbacks(counted.append, should_stop=lambda: bool(done))
+    stream = sparse_engine.stream(asked, Sampling(max_new_tokens=60), callbacks)
     for position, stopped in stream:
         groups[position] = stopped
         done += [position] if stopped.finished else []

@@ -13,7 +13,7 @@ from sparrow_sglang.rl.adapter_gate import best_scale, choose_scale, gains
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.types import Rollout
 
 # Each sequence once for a prompt of its own, as the scale needs eight.
@@ -84,7 +84,7 @@ def test_half_an_adapter_is_measured_and_saved_as_it_is_delivered(sharp_llama, t
     base = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
     merged = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload()
     fields = {"run_dir": tmp_path, "task": {"name": "story"}, "distill": {"delivery": delivery}}
-    learner = Learner(TrainConfig.parse(fields), policy, adapter=adapter)
+    learner = LocalLearner(TrainConfig.parse(fields), policy, adapter=adapter)
     for name, weight in learner.weights(adapted=True, dtype=torch.float32):
         wanted = dict(policy.named_weights()) if delivery == "lora" else merged.state_dict()
         torch.testing.assert_close(weight, wanted[name], atol=1e-6, rtol=1e-6)

@@ -15,7 +15,7 @@ from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.collect import prompts_from
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.metrics import kv_metrics
 from sparrow_sglang.rl.runs.log import response_rows
 from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
@@ -145,6 +145,6 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
     assert nothing.sample_evenly(2).segments == nothing.holdout_of(2).segments == []
     # If all responses were retracted, nothing is measured and the adapter is not trained.
     config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
-    learner, schedule = Learner(config, Any, adapter=Any), BudgetSchedule.fixed(48)
+    learner, schedule = LocalLearner(config, Any, adapter=Any), BudgetSchedule.fixed(48)
     assert learner.acceptance(nothing, schedule) is None
     assert learner.distill(nothing, schedule) == {}

@@ -24,7 +24,7 @@ from sparrow_sglang.rl.config import (
     TaskConfig,
     TrainConfig,
 )
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import MOMENTS
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, try_checkpoint
@@ -54,8 +54,8 @@ def config(run_dir: Path) -> TrainConfig:
     return TrainConfig(run_dir=run_dir, task={"name": "story"})
 
 
-def learner(policy: DensePolicy) -> Learner:
-    return Learner(config(Path("unused")), policy)
+def learner(policy: DensePolicy) -> LocalLearner:
+    return LocalLearner(config(Path("unused")), policy)
 
 
 @pytest.mark.parametrize(

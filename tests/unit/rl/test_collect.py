@@ -25,7 +25,7 @@ from sparrow_sglang.rl.collect import (
 )
 from sparrow_sglang.rl.config import RolloutConfig
 from sparrow_sglang.rl.metrics import rollout_metrics
-from sparrow_sglang.rl.rollout import Sampling
+from sparrow_sglang.rl.rollout import NO_CALLBACKS, Callbacks, Sampling
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.tasks.rewards import Scores
@@ -90,25 +90,20 @@ class Engine:
         return Group(prompt, made.rollouts)
 
     def stream(
-        self,
-        groups: Sequence[Group],
-        sampling: Sampling,
-        finished: Any,
-        more_groups: Callable[[bool], Sequence[Group]] | None,
-        should_stop: Callable[[], bool] | None,
+        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks
     ) -> Iterator[tuple[int, Group]]:
         self.released = False
-        if should_stop is not None:
+        if callbacks.should_stop is not NO_CALLBACKS.should_stop:
             self.asked = [
                 [(len(one.response_ids), one.finished) for one in group.rollouts]
                 for group in groups
             ]
-            yield from self._until(should_stop, groups)
+            yield from self._until(callbacks.should_stop, groups)
             return
         waiting = list(enumerate(groups))
         asked = len(waiting)
         while True:
-            more = more_groups(not waiting) if more_groups else ()
+            more = callbacks.more_groups(not waiting)
             waiting += enumerate(more, asked)
             asked += len(more)
             if not waiting:

@@ -16,7 +16,7 @@ from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.learner import Learner, ReferencePolicy
+from sparrow_sglang.rl.learner import LocalLearner, ReferencePolicy
 from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.types import Rollout, Segment
 
@@ -46,7 +46,7 @@ def batch(count: int = 6, tokens: int = 60) -> Batch:
 
 def test_acceptance_rates_are_at_the_temperature_of_the_rollouts(sharp_llama: str) -> None:
     policy = new_policy(sharp_llama)
-    found = Learner(config(), policy).acceptance(batch(), SCHEDULE)
+    found = LocalLearner(config(), policy).acceptance(batch(), SCHEDULE)
     assert found is not None
     chosen = [0, 2, 4]
     assert [rollout.prompt_id for rollout in found.rollouts] == [f"p{index}" for index in chosen]
@@ -71,7 +71,7 @@ def test_tails_are_those_of_the_adapter_that_rollouts_get(sharp_llama: str) -> N
     rates = []
     for scale in (0.0, 0.5, 1.0):
         adapter.scale = scale
-        found = Learner(config(), policy, adapter=adapter).acceptance(batch(), SCHEDULE)
+        found = LocalLearner(config(), policy, adapter=adapter).acceptance(batch(), SCHEDULE)
         assert found is not None
         rates.append(found.rates)
         segments = [pair for rollout in found.rollouts for pair in rollout.split()]
@@ -83,7 +83,7 @@ def test_tails_are_those_of_the_adapter_that_rollouts_get(sharp_llama: str) -> N
 def test_the_reference_scores_with_the_weights_from_before_training(sharp_llama: str) -> None:
     """At the temperature of the rollouts; 0 for responses that are not in the loss."""
     policy = new_policy(sharp_llama, "bfloat16")
-    trained = Learner(config(), policy, ReferencePolicy(policy))
+    trained = LocalLearner(config(), policy, ReferencePolicy(policy))
     whole = batch(3)
     sequences = [(one.prompt_ids, one.response_ids) for one in whole.rollouts]
     some = replace(whole, in_loss=torch.tensor([True, False, True]))
@@ -109,7 +109,7 @@ def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
         lambda adapter, policy, chosen, *rest: gated.append((chosen, rest)) or {},
     )
     nothing: Any = object()
-    Learner(config(), nothing, adapter=adapter).distill(batch(), SCHEDULE)  # type: ignore[arg-type]
+    LocalLearner(config(), nothing, adapter=adapter).distill(batch(), SCHEDULE)  # type: ignore[arg-type]
 
     def segments(*indices: int) -> list[Any]:
         return [pair for index in indices for pair in batch().rollouts[index].split()]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.rl import evaluation, learner, loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.learner import Learner
+from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run as run_module
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints
@@ -274,8 +274,8 @@ def test_a_policy_that_may_have_been_updated_in_part_is_not_saved(
             raise MemoryError
         return update(*args)
 
-    steps, update = [True, False], Learner.update
-    monkeypatch.setattr(Learner, "update", broken)
+    steps, update = [True, False], LocalLearner.update
+    monkeypatch.setattr(LocalLearner, "update", broken)
     with pytest.raises(MemoryError):
         trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))
     assert len(rows(tmp_path / "run")) == 1 and newest_checkpoint(tmp_path / "run") is None
@@ -299,8 +299,8 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_it(
             signal.raise_signal(signal.SIGINT)
         return update(*args, **more)
 
-    update = Learner.update
-    monkeypatch.setattr(Learner, "update", interrupted)
+    update = LocalLearner.update
+    monkeypatch.setattr(LocalLearner, "update", interrupted)
     monkeypatch.setattr(run_module, "AGAIN_S", apart_s)
     with pytest.raises(SystemExit) as ended:
         trainer.train(TrainConfig.parse(settings(model, tmp_path / "run")))

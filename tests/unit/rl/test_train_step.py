@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.collect import Collected
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.learner import Learner, ReferencePolicy
+from sparrow_sglang.rl.learner import LocalLearner, ReferencePolicy
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout
@@ -111,7 +111,7 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
     config = TrainConfig.parse(fields)
     run: Any = SimpleNamespace(
         config=config,
-        learner=Learner(config, policy, reference),
+        learner=LocalLearner(config, policy, reference),
         setup=SimpleNamespace(schedule=None, train=[0] * 8, tokenizer=SimpleNamespace(decode=str)),
         state=State(),
         prompts_used=4,
@@ -176,7 +176,7 @@ def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
     before = {name: one.clone() for name, one in policy.named_weights()}
     run: Any = SimpleNamespace(
         config=config,
-        learner=Learner(config, policy),
+        learner=LocalLearner(config, policy),
         setup=SimpleNamespace(schedule=None),
         state=State(),
         updating=nullcontext,
