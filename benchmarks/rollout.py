@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
     RESERVED,
@@ -267,16 +266,14 @@ def summary(row: Mapping[str, Any]) -> str:
     )
 
 
-def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Dense over sparse seconds to the first token of all sequences and to the last token, for each
-    sparse side; above 1 where it is faster. Empty until the dense side is measured."""
+def speed_ups(rows: Sequence[Mapping[str, Any]], mode: str) -> list[str]:
+    """A line for each sparse side: dense over sparse seconds to the first token of all sequences
+    and to the last token. Empty until the dense side is measured."""
     dense = next((row for row in rows if not row["schedule"]), None)
     return [
-        {
-            "draft_weights": row.get("draft_weights"),
-            "first_token_speedup": dense["first_token_last_s"] / row["first_token_last_s"],
-            "speedup": row["tokens_per_s"] / dense["tokens_per_s"],
-        }
+        f"{row['model']}: {' '.join(filter(None, (mode, row.get('draft_weights'))))} is"
+        f" {dense['first_token_last_s'] / row['first_token_last_s']:.2f}x as fast as dense to the"
+        f" first tokens, {row['tokens_per_s'] / dense['tokens_per_s']:.2f}x to the last one"
         for row in rows
         if dense and row["schedule"]
     ]
@@ -372,14 +369,6 @@ def main(argv: Sequence[str]) -> int:
         if not in_fresh_process(run_side, model, *side, options):
             print(f"{model.name} {side[0]}: failed", file=sys.stderr, flush=True)
             break
-    result = read_result(options.out)
-    speed = compare(result["rows"])
-    write_json(options.out, result | {"compared": speed})
-    mode = "lossless" if options.drafts else "sparse"
-    for row in speed:
-        weights = f" ({row['draft_weights']})" if row["draft_weights"] else ""
-        print(
-            f"{model.name}: {mode}{weights} is {row['first_token_speedup']:.2f}x as fast as dense"
-            f" to the first tokens, {row['speedup']:.2f}x to the last one"
-        )
-    return 0 if len(speed) == len(sides) else 1
+    lines = speed_ups(read_result(options.out)["rows"], "lossless" if options.drafts else "sparse")
+    print(*lines, sep="\n")
+    return 0 if len(lines) == len(sides) else 1

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
     RESERVED,
@@ -38,7 +37,7 @@ from sparrow_sglang.benchmarks.common import (
 )
 from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.command_line import count
+from sparrow_sglang.command_line import count, table
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
@@ -50,6 +49,8 @@ from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule
 
 SHORT, LONG = 16, 144
 CONTEXT, LONGEST = 40960, 131072
+RATES = (0.96, 0.94, 0.9, 0.85)
+"""Acceptance rates of drafts in `steps_table`."""
 
 DESCRIPTION = """\
 Time prefill and one decode step of stock SGLang, dense and with sparrow, in the shapes of real
@@ -318,38 +319,31 @@ def engines(options: argparse.Namespace) -> Iterator[Side]:
                         yield Side(model, backend, named, drafts, weights)
 
 
-_NAMED = ("model", "case", "schedule", "drafts", "draft_weights", "floor_ms")
-
-
-def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each sparse row beside the dense row of its model and case with the shortest step. Ratios are
-    dense over sparse, so above 1 where sparse is faster; prefill is compared with the dense backend
-    with the shortest prefill."""
-    compared = []
-    for sparse in rows:
-        same = [
-            row
-            for row in rows
-            if not row["schedule"] and all(row[key] == sparse[key] for key in ("model", "case"))
-        ]
-        if not sparse["schedule"] or not same:
+def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Each sparse step or round beside the shortest dense step of its model and case. Speed-ups of
+    rounds are at the acceptance rates of the heads: a round takes as long whatever it accepts."""
+    dense: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: -row["step_ms"]):
+        if not row["schedule"]:
+            dense[row["model"], row["case"]] = row
+    heads = ("model", "case", "dense ms", "schedule", "drafts", "ms", "speed-up")
+    lines: list[Sequence[str]] = [(*heads, *(f"at {rate}" for rate in RATES))]
+    foreign = False
+    for row in rows:
+        if not row["schedule"] or (base := dense.get((row["model"], row["case"]))) is None:
             continue
-        dense = min(same, key=lambda row: row["step_ms"])
-        prefill = min(same, key=lambda row: row["prefill_s"])
-        compared.append(
-            {key: sparse.get(key) for key in _NAMED}
-            | {
-                "dense": dense["backend"],
-                "dense_ms": dense["step_ms"],
-                "sparse_ms": sparse["step_ms"],
-                "speedup": dense["step_ms"] / sparse["step_ms"],
-                "dense_prefill": prefill["backend"],
-                "dense_prefill_s": prefill["prefill_s"],
-                "sparse_prefill_s": sparse["prefill_s"],
-                "prefill_speedup": prefill["prefill_s"] / sparse["prefill_s"],
-            }
-        )
-    return compared
+        drafts, ms = row.get("drafts"), row.get("round_ms", row["step_ms"])
+        apart = base.get("file") != row.get("file")
+        foreign |= apart
+        gains = [base["step_ms"] / row["step_ms"]]
+        if drafts:
+            gains += [base["step_ms"] * tokens_per_round(drafts, rate) / ms for rate in RATES]
+        cells = [row["model"], row["case"], f"{base['step_ms']:.2f}{'*' * apart}", row["schedule"]]
+        cells += [f"{drafts or ''} {row.get('draft_weights') or ''}".strip(), f"{ms:.2f}"]
+        cells += [f"{gain:.2f}x" for gain in gains]
+        lines.append(cells + [""] * (len(lines[0]) - len(cells)))
+    notes = "drafts: ms is a round's; at: speed-up where drafts are accepted at this rate"
+    return f"{table(lines)}\n\n{notes}" + "\n*: of another run" * foreign
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -423,15 +417,5 @@ def main(argv: Sequence[str]) -> int:
         if not in_fresh_process(measure, options, side):
             print(f"{' '.join(map(str, filter(None, side)))}: failed, left out", file=sys.stderr)
             failed = True
-    result = read_result(options.out)
-    result["compared"] = compare(result["rows"])
-    write_json(options.out, result)
-    for row in result["compared"]:
-        print(
-            f"{row['model']} {row['schedule']} {row['draft_weights'] or ''} {row['case']}: step"
-            f" {row['dense_ms']:.2f} ms ({row['dense']}) -> {row['sparse_ms']:.2f} ms,"
-            f" {row['speedup']:.2f}x; prefill"
-            f" {row['dense_prefill_s']:.3f} s ({row['dense_prefill']}) ->"
-            f" {row['sparse_prefill_s']:.3f} s, {row['prefill_speedup']:.2f}x"
-        )
+    print(f"\n{steps_table(read_result(options.out)['rows'])}")
     return int(failed)
