@@ -18,10 +18,10 @@ from sparrow_sglang.benchmarks.common import (
     MODELS,
     RESERVED,
     STOCK,
+    Side,
     add_draft_options,
     add_engine_arguments,
     add_row,
-    backend_of,
     begin,
     bench_parser,
     engine_settings,
@@ -29,6 +29,7 @@ from sparrow_sglang.benchmarks.common import (
     known_models,
     read_result,
     require_cuda,
+    running,
     set_acceptance_rate,
 )
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
@@ -178,18 +179,12 @@ async def _follow(
 
 
 def engine_defaults(
-    model: Model,
-    backend: str,
-    schedule: str | None,
-    drafts: int | None,
-    weights: str | None,
-    requests: Sequence[Request],
-    on_gpu: bool,
+    model: Model, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
-    arguments = engine_settings(model.path, model.has_weights, backend, schedule, drafts, weights)
+    arguments = engine_settings(model.path, model.has_weights, side)
     # Each part of a stream has only the tokens since the last part.
     arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
-    if drafts:
+    if side.drafts:
         arguments["enable_metrics"] = True
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
@@ -198,35 +193,26 @@ def engine_defaults(
     return arguments | {"dtype": "float32", "max_total_tokens": room}
 
 
-def run_side(
-    model: Model, backend: str, schedule: str | None, weights: str | None, options: Any
-) -> None:
-    import sglang
+def run_side(model: Model, side: Side, options: Any) -> None:
     import torch
 
     requests = make_requests(request_lengths(options), _prompts(model, options))
-    drafts = options.drafts if schedule else None
-    on_gpu = torch.cuda.is_available()
-    defaults = engine_defaults(model, backend, schedule, drafts, weights, requests, on_gpu)
-    engine_class = sglang.Engine
-    if drafts:
-        from sparrow_sglang.benchmarks import given_rounds
-
-        rate = None if model.has_weights else options.acceptance_rate
-        engine_class = given_rounds.engine_class(rate, options.always_draft)
-    with engine_class(**defaults | engine_arguments(options.engine_args)) as engine:
-        served = backend_of(engine) if backend == STOCK else backend
+    defaults = engine_defaults(model, side, requests, torch.cuda.is_available())
+    arguments = defaults | engine_arguments(options.engine_args)
+    rate = None if model.has_weights else options.acceptance_rate
+    with running(side, arguments, rate, options.always_draft) as (engine, served):
         replay(engine, make_requests([32] * GROUP, [requests[-1].prompt[::-1]]))
-        before = _drafts_judged() if drafts else ()
+        before = _drafts_judged() if side.drafts else ()
         measured = replay(engine, requests)
-        judged = _drafts_judged() if drafts else ()
-    row = {"model": model.name, "backend": served, "schedule": schedule} | measured
-    if drafts:
+        judged = _drafts_judged() if side.drafts else ()
+    row = {"model": model.name, "backend": served, "schedule": side.schedule} | measured
+    if side.drafts:
         proposed, accepted = (now - then for now, then in zip(judged, before, strict=True))
-        row |= {"drafts": drafts, "draft_weights": weights, "always_draft": options.always_draft}
+        row |= {"drafts": side.drafts, "draft_weights": side.weights}
+        row |= {"always_draft": options.always_draft}
         row["acceptance_rate"] = accepted / proposed if proposed else None
     add_row(options.out, row)
-    name = " ".join(filter(None, (served, schedule, weights)))
+    name = " ".join(filter(None, (served, side.schedule, side.weights)))
     print(f"{model.name} ({name}): {summary(row)}", flush=True)
 
 
@@ -364,10 +350,10 @@ def main(argv: Sequence[str]) -> int:
     begin(options, lengths=lengths)
     # Sparse first: no time is spent on the dense side if the sparse side refuses the settings.
     of_drafts = options.draft_weights if options.drafts else [None]
-    sides = [(BACKEND, model.schedule, weights) for weights in of_drafts]
-    for side in (*sides, (dense_backend, None, None)):
-        if not in_fresh_process(run_side, model, *side, options):
-            print(f"{model.name} {side[0]}: failed", file=sys.stderr, flush=True)
+    sides = [Side(BACKEND, model.schedule, options.drafts, weights) for weights in of_drafts]
+    for side in (*sides, Side(dense_backend)):
+        if not in_fresh_process(run_side, model, side, options):
+            print(f"{model.name} {side.backend}: failed", file=sys.stderr, flush=True)
             break
     lines = speed_ups(read_result(options.out)["rows"], "lossless" if options.drafts else "sparse")
     print(*lines, sep="\n")

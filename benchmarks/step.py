@@ -14,16 +14,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparrow_sglang.benchmarks.common import (
     MODELS,
     RESERVED,
     STOCK,
+    Side,
     add_draft_options,
     add_engine_arguments,
     add_row,
-    backend_of,
     begin,
     bench_parser,
     engine_settings,
@@ -32,6 +32,7 @@ from sparrow_sglang.benchmarks.common import (
     rate,
     read_result,
     require_cuda,
+    running,
     set_acceptance_rate,
     tokens_per_round,
 )
@@ -68,16 +69,6 @@ EXAMPLES = """\
   sparrow bench step --engine-args '{"quantization": "fp8"}'
   sparrow bench step --schedules drafts --drafts 8 12      lossless decoding
 """
-
-
-class Side(NamedTuple):
-    """What an engine serves; a dense backend has neither schedule nor drafts nor their weights."""
-
-    model: str
-    backend: str
-    schedule: str | None = None
-    drafts: int | None = None
-    weights: str | None = None
 
 
 def batch_and_length(case: str) -> tuple[int, int]:
@@ -202,11 +193,11 @@ def time_steps(
     }
 
 
-def engine_defaults(options: argparse.Namespace, side: Side) -> dict[str, Any]:
+def engine_defaults(options: argparse.Namespace, model: str, side: Side) -> dict[str, Any]:
     batches, lengths = zip(*map(batch_and_length, options.cases), strict=True)
     # SGLang does not use the last positions of a context for requests.
     context = max(CONTEXT, max(lengths) + SHORT)
-    arguments = engine_settings(MODELS / side.model, False, *side[1:])
+    arguments = engine_settings(MODELS / model, False, side)
     arguments |= {
         "context_length": context,
         "mem_fraction_static": options.memory_fraction,
@@ -216,7 +207,7 @@ def engine_defaults(options: argparse.Namespace, side: Side) -> dict[str, Any]:
         "tp_size": options.tp,
         "ep_size": options.ep,
     }
-    if context > text_config(model_config(side.model))["max_position_embeddings"]:
+    if context > text_config(model_config(model))["max_position_embeddings"]:
         # With random weights positions mean nothing, so a step takes as long as in a model that
         # was made for this context.
         longer = {"max_position_embeddings": context}
@@ -224,32 +215,23 @@ def engine_defaults(options: argparse.Namespace, side: Side) -> dict[str, Any]:
     return arguments
 
 
-def measure(options: argparse.Namespace, side: Side) -> None:
-    import sglang
+def measure(options: argparse.Namespace, model: str, side: Side) -> None:
     import torch
-
-    model, backend, schedule_name, drafts, weights = side
 
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     shape = model_shape(model, kv_cache_dtype(options))
     schedule = None
-    if schedule_name:
-        schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
+    if side.schedule:
+        schedule = load_schedule(side.schedule, PAGE_SIZE).for_model(model_config(model))
     # Where the router has a bias, all tokens choose the same experts: dummy weights and biases are
     # both uniform in ±1e-3, and logits of a normalised hidden state some 30 times smaller.
     alike = model_config(model)["model_type"] == "gpt_oss"
     arguments = engine_arguments(options.engine_args)
-    defaults = engine_defaults(options, side)
-    engine_class = sglang.Engine
-    if drafts:
-        from sparrow_sglang.benchmarks import given_rounds
-
-        # A round takes as long whatever it accepts, and is timed where it accepts everything.
-        engine_class = given_rounds.engine_class(1.0, always_draft=True)
-    with engine_class(**defaults | arguments) as engine:
-        served = backend_of(engine) if backend == STOCK else backend
-        if drafts:
+    defaults = engine_defaults(options, model, side)
+    # A round takes as long whatever it accepts, and is timed where it accepts everything.
+    with running(side, defaults | arguments, rate=1.0, always_draft=True) as (engine, served):
+        if side.drafts:
             # The choice of drafts is given.
             require_server_state(engine.tokenizer_manager).measures_dense = False
         elif schedule is not None:
@@ -267,7 +249,7 @@ def measure(options: argparse.Namespace, side: Side) -> None:
             row: dict[str, Any] = {
                 "model": model,
                 "backend": served,
-                "schedule": schedule_name,
+                "schedule": side.schedule,
                 "dense_tokens": 0 if schedule is None else schedule.dense_tokens,
                 "case": case,
                 "tp": options.tp,
@@ -277,11 +259,11 @@ def measure(options: argparse.Namespace, side: Side) -> None:
                 "pool_tokens": pool,
             }
             row |= time_steps(engine, batch, length, shape.vocab_size, options.repeats)
-            if drafts:
-                tokens = tokens_per_round(drafts, options.acceptance_rate)
+            if side.drafts:
+                tokens = tokens_per_round(side.drafts, options.acceptance_rate)
                 row |= {
-                    "drafts": drafts,
-                    "draft_weights": weights,
+                    "drafts": side.drafts,
+                    "draft_weights": side.weights,
                     "acceptance_rate": options.acceptance_rate,
                     "tokens_per_round": tokens,
                     "round_ms": row["step_ms"],
@@ -295,7 +277,7 @@ def measure(options: argparse.Namespace, side: Side) -> None:
                 "tokens_per_s": batch / row["step_ms"] * 1e3,
             }
             add_row(options.out, row)
-            print(f"{model} {served} {schedule_name or ''} {case}: {summary(row)}", flush=True)
+            print(f"{model} {served} {side.schedule or ''} {case}: {summary(row)}", flush=True)
 
 
 def summary(row: Mapping[str, Any]) -> str:
@@ -308,7 +290,7 @@ def summary(row: Mapping[str, Any]) -> str:
     return f"{took}, prefill {row['prefill_s']:.3f} s"
 
 
-def engines(options: argparse.Namespace) -> Iterator[Side]:
+def engines(options: argparse.Namespace) -> Iterator[tuple[str, Side]]:
     for model in options.models.split(","):
         for backend in options.backends.split(","):
             names = options.schedules if backend == BACKEND else [None]
@@ -316,7 +298,7 @@ def engines(options: argparse.Namespace) -> Iterator[Side]:
                 named = name and name.replace("{model}", model)
                 for drafts in options.drafts if name else [None]:
                     for weights in options.draft_weights if drafts else [None]:
-                        yield Side(model, backend, named, drafts, weights)
+                        yield model, Side(backend, named, drafts, weights)
 
 
 def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -413,9 +395,12 @@ def main(argv: Sequence[str]) -> int:
     require_cuda(options.tp)
     begin(options)
     failed = False
-    for side in engines(options):
-        if not in_fresh_process(measure, options, side):
-            print(f"{' '.join(map(str, filter(None, side)))}: failed, left out", file=sys.stderr)
+    for model, side in engines(options):
+        if not in_fresh_process(measure, options, model, side):
+            print(
+                f"{' '.join(map(str, filter(None, (model, *side))))}: failed, left out",
+                file=sys.stderr,
+            )
             failed = True
     print(f"\n{steps_table(read_result(options.out)['rows'])}")
     return int(failed)

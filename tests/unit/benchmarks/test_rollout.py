@@ -31,14 +31,12 @@ def test_what_was_measured_survives_a_side_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run_side(
-        _: Any, model: Any, backend: str, schedule: Any, weights: Any, options: Any
-    ) -> bool:
-        if fails and not schedule:
+    def run_side(_: Any, model: Any, side: common.Side, options: Any) -> bool:
+        if fails and not side.schedule:
             return False
-        row = {"model": model.name, "backend": backend, "schedule": schedule}
+        row = {"model": model.name, "backend": side.backend, "schedule": side.schedule}
         row |= {"first_token_last_s": 1.0}
-        common.add_row(options.out, row | {"tokens_per_s": 4.0 if schedule else 2.0})
+        common.add_row(options.out, row | {"tokens_per_s": 4.0 if side.schedule else 2.0})
         return True
 
     monkeypatch.setattr(rollout, "in_fresh_process", run_side)
