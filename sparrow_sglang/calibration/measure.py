@@ -46,8 +46,8 @@ def measure_missing(job: Job) -> dict[str, float]:
         job.start.save(start)
         engine_args = job.engine_args | {"sparrow_schedule": str(start)}
         progress.show("starting the engine")
-        with recording(job.options.batch, min(job.options.new_tokens, job.context)):
-            engine = stack.enter_context(running_engine(job.path, engine_args))
+        with recording(job.options.batch, min(job.options.new_tokens, job.model.context)):
+            engine = stack.enter_context(running_engine(job.model.path, engine_args))
         measure(engine, job.samples, job.work, job.options.batch, progress)
         cost: dict[str, float] = {"seconds": round(time.monotonic() - began)}
         if torch.cuda.is_available():
