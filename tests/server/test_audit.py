@@ -25,13 +25,8 @@ PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def arguments(schedule_file) -> dict:
-    return {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": schedule_file,
-        "sparrow_audit_rate": 1.0,
-        "chunked_prefill_size": 64,
-    }
+def arguments(chunked: dict) -> dict:
+    return chunked | {"sparrow_audit_rate": 1.0}
 
 
 def gauges(url: str) -> dict[str, float]:
