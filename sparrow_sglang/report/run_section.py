@@ -99,16 +99,10 @@ def run_section(folder: Path) -> Section:
 def _run_facts(run: Run) -> list[tuple[str, str]]:
     planned = run.config.get("steps")
     facts = [("steps", f"{len(run.steps):,}" + (f" of {planned:,}" if planned else ""))]
-    changing = {
-        "reward, first → last": REWARD,
-        "held-out pass rate": PASS_RATE,
-        "mean response length": "response_length/mean",
-        "entropy": ENTROPY,
-        "tail": TAIL,
-    }
-    for label, name in changing.items():
-        if values := list(run.curve(name).values()):
-            facts.append((label, f"{number(values[0], 3)} → {number(values[-1], 3)}"))
+    for head in ("reward", "pass rate", "length", "entropy", "tail"):
+        if values := list(run.curve(_STEP_COLUMNS[head]).values()):
+            change = f"{number(values[0], 3)} → {number(values[-1], 3)}"
+            facts.append((f"{head}, first → last", change))
     if tails := run.curve(TAIL):
         lowest, target = min(tails, key=lambda step: tails[step]), run.start.get("tail_target")
         judged = f"the target is {target:g}" if target else "no target"
