@@ -40,8 +40,6 @@ class Run:
     """What slime wrote into `folder`: what it sampled, trained on and loaded into the servers."""
 
     folder: Path
-    model: str
-    printed: str
 
     def samples(self, name: object) -> list[dict[str, Any]]:
         path = self.folder / f"details/rollout_data/{name}.pt"
@@ -108,7 +106,7 @@ def run(model: str, folder: Path, *arguments: str) -> Run:
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    return Run(folder, model, done.stdout + done.stderr)
+    return Run(folder)
 
 
 @pytest.fixture(scope="module")

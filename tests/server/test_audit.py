@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from engines import SCHEDULE, random_prompt, start_engine, weight_updates
 from oracle import ContractModel
 from servers import sparrow_metrics, start_server
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.audit import mismatch_log
@@ -56,12 +56,9 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
         )
         greedy = qwen | {"temperature": 0.0, "repetition_penalty": 1.3}
         [certain] = endpoint.generate([requests[0] | {"sampling_params": greedy, "rid": "greedy"}])
-        deadline = time.monotonic() + 60
         outcome = 'sparrow:audit_requests{outcome="audited"}'
-        while sparrow_metrics(url).get(outcome) != 4 and time.monotonic() < deadline:
-            time.sleep(0.3)
-        while read_mismatch_log(log).num_rows < 400 and time.monotonic() < deadline:
-            time.sleep(0.3)
+        wait_until(lambda: sparrow_metrics(url).get(outcome) == 4)
+        wait_until(lambda: read_mismatch_log(log).num_rows == 400)
         found = sparrow_metrics(url)
 
     for audited, other in ((answers[0], others[0]), (answers[2], others[1])):
