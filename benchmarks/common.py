@@ -2,10 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, at_least, new_path
@@ -101,15 +102,17 @@ def known_models() -> list[str]:
     return sorted(folder.name for folder in MODELS.iterdir())
 
 
-def engine_settings(
-    model: Path | str,
-    has_weights: bool,
-    backend: str,
-    schedule: str | None,
-    drafts: int | None = None,
-    weights: str | None = None,
-) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` in all benchmarks; `schedule` is None for a dense backend."""
+class Side(NamedTuple):
+    """What an engine serves; a dense backend has neither schedule nor drafts nor their weights."""
+
+    backend: str
+    schedule: str | None = None
+    drafts: int | None = None
+    weights: str | None = None
+
+
+def engine_settings(model: Path | str, has_weights: bool, side: Side) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` in all benchmarks."""
     settings: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "auto" if has_weights else "dummy",
@@ -119,17 +122,30 @@ def engine_settings(
         "page_size": PAGE_SIZE,
         "log_level": "error",
     }
-    settings |= {} if backend == STOCK else {"attention_backend": backend}
-    if drafts:
-        settings |= {"speculative_algorithm": LOSSLESS, "speculative_num_draft_tokens": drafts + 1}
-        settings |= {WEIGHTS_FIELD: weights}
-    return settings | ({"sparrow_schedule": schedule} if schedule else {})
+    settings |= {} if side.backend == STOCK else {"attention_backend": side.backend}
+    if side.drafts:
+        settings |= {"speculative_algorithm": LOSSLESS, WEIGHTS_FIELD: side.weights}
+        settings["speculative_num_draft_tokens"] = side.drafts + 1
+    return settings | ({"sparrow_schedule": side.schedule} if side.schedule else {})
 
 
-def backend_of(engine: Any) -> str:
-    """The attention backend that an engine decodes with, as SGLang reports it, else `STOCK`."""
-    info = engine.get_server_info()
-    return str(info.get("decode_attention_backend") or info.get("attention_backend") or STOCK)
+@contextmanager
+def running(
+    side: Side, arguments: Mapping[str, Any], rate: float | None, always_draft: bool
+) -> Iterator[tuple[Any, str]]:
+    """An engine, and the attention backend that it decodes with, as SGLang reports it. `rate` and
+    `always_draft` are those of `given_rounds`, for drafts."""
+    import sglang
+
+    engine_class = sglang.Engine
+    if side.drafts:
+        from sparrow_sglang.benchmarks import given_rounds
+
+        engine_class = given_rounds.engine_class(rate, always_draft)
+    with engine_class(**arguments) as engine:
+        info = engine.get_server_info() if side.backend == STOCK else {}
+        served = info.get("decode_attention_backend") or info.get("attention_backend")
+        yield engine, str(served or side.backend)
 
 
 def require_cuda(devices: int = 1) -> None:

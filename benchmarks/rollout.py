@@ -14,15 +14,14 @@ from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
     RESERVED,
     STOCK,
+    Side,
     add_draft_options,
     add_engine_arguments,
     add_row,
-    backend_of,
     begin,
     bench_parser,
     engine_settings,
@@ -30,6 +29,7 @@ from sparrow_sglang.benchmarks.common import (
     known_models,
     read_result,
     require_cuda,
+    running,
     set_acceptance_rate,
 )
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
@@ -179,18 +179,12 @@ async def _follow(
 
 
 def engine_defaults(
-    model: Model,
-    backend: str,
-    schedule: str | None,
-    drafts: int | None,
-    weights: str | None,
-    requests: Sequence[Request],
-    on_gpu: bool,
+    model: Model, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
-    arguments = engine_settings(model.path, model.has_weights, backend, schedule, drafts, weights)
+    arguments = engine_settings(model.path, model.has_weights, side)
     # Each part of a stream has only the tokens since the last part.
     arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
-    if drafts:
+    if side.drafts:
         arguments["enable_metrics"] = True
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
@@ -199,35 +193,25 @@ def engine_defaults(
     return arguments | {"dtype": "float32", "max_total_tokens": room}
 
 
-def run_side(
-    model: Model, backend: str, schedule: str | None, weights: str | None, options: Any
-) -> None:
-    import sglang
+def run_side(model: Model, side: Side, options: Any) -> None:
     import torch
 
     requests = make_requests(request_lengths(options), _prompts(model, options))
-    drafts = options.drafts if schedule else None
-    on_gpu = torch.cuda.is_available()
-    defaults = engine_defaults(model, backend, schedule, drafts, weights, requests, on_gpu)
-    engine_class = sglang.Engine
-    if drafts:
-        from sparrow_sglang.benchmarks import given_rounds
-
-        rate = None if model.has_weights else options.acceptance_rate
-        engine_class = given_rounds.engine_class(rate, options.always_draft)
-    with engine_class(**defaults | engine_arguments(options.engine_args)) as engine:
-        served = backend_of(engine) if backend == STOCK else backend
+    defaults = engine_defaults(model, side, requests, torch.cuda.is_available())
+    arguments = defaults | engine_arguments(options.engine_args)
+    rate = None if model.has_weights else options.acceptance_rate
+    with running(side, arguments, rate, always_draft=False) as (engine, served):
         replay(engine, make_requests([32] * GROUP, [requests[-1].prompt[::-1]]))
-        before = _drafts_judged() if drafts else ()
+        before = _drafts_judged() if side.drafts else ()
         measured = replay(engine, requests)
-        judged = _drafts_judged() if drafts else ()
-    row = {"model": model.name, "backend": served, "schedule": schedule} | measured
-    if drafts:
+        judged = _drafts_judged() if side.drafts else ()
+    row = {"model": model.name, "backend": served, "schedule": side.schedule} | measured
+    if side.drafts:
         proposed, accepted = (now - then for now, then in zip(judged, before, strict=True))
-        row |= {"drafts": drafts, "draft_weights": weights, "always_draft": options.always_draft}
+        row |= {"drafts": side.drafts, "draft_weights": side.weights}
         row["acceptance_rate"] = accepted / proposed if proposed else None
     add_row(options.out, row)
-    name = " ".join(filter(None, (served, schedule, weights)))
+    name = " ".join(filter(None, (served, side.schedule, side.weights)))
     print(f"{model.name} ({name}): {summary(row)}", flush=True)
 
 
@@ -267,16 +251,14 @@ def summary(row: Mapping[str, Any]) -> str:
     )
 
 
-def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Dense over sparse seconds to the first token of all sequences and to the last token, for each
-    sparse side; above 1 where it is faster. Empty until the dense side is measured."""
+def speed_ups(rows: Sequence[Mapping[str, Any]], mode: str) -> list[str]:
+    """A line for each sparse side: dense over sparse seconds to the first token of all sequences
+    and to the last token. Empty until the dense side is measured."""
     dense = next((row for row in rows if not row["schedule"]), None)
     return [
-        {
-            "draft_weights": row.get("draft_weights"),
-            "first_token_speedup": dense["first_token_last_s"] / row["first_token_last_s"],
-            "speedup": row["tokens_per_s"] / dense["tokens_per_s"],
-        }
+        f"{row['model']}: {' '.join(filter(None, (mode, row.get('draft_weights'))))} is"
+        f" {dense['first_token_last_s'] / row['first_token_last_s']:.2f}x as fast as dense to the"
+        f" first tokens, {row['tokens_per_s'] / dense['tokens_per_s']:.2f}x to the last one"
         for row in rows
         if dense and row["schedule"]
     ]
@@ -311,11 +293,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=count, default=256, help="tokens per prompt")
     add("--seed", type=int, default=0, help="seed of prompts and order")
     add_draft_options(parser, several=False)
-    add(
-        "--always-draft",
-        action="store_true",
-        help="draft K tokens in each round, also where fewer are faster",
-    )
     add_engine_arguments(parser)
     return parser
 
@@ -367,19 +344,11 @@ def main(argv: Sequence[str]) -> int:
     begin(options, lengths=lengths)
     # Sparse first: no time is spent on the dense side if the sparse side refuses the settings.
     of_drafts = options.draft_weights if options.drafts else [None]
-    sides = [(BACKEND, model.schedule, weights) for weights in of_drafts]
-    for side in (*sides, (dense_backend, None, None)):
-        if not in_fresh_process(run_side, model, *side, options):
-            print(f"{model.name} {side[0]}: failed", file=sys.stderr, flush=True)
+    sides = [Side(BACKEND, model.schedule, options.drafts, weights) for weights in of_drafts]
+    for side in (*sides, Side(dense_backend)):
+        if not in_fresh_process(run_side, model, side, options):
+            print(f"{model.name} {side.backend}: failed", file=sys.stderr, flush=True)
             break
-    result = read_result(options.out)
-    speed = compare(result["rows"])
-    write_json(options.out, result | {"compared": speed})
-    mode = "lossless" if options.drafts else "sparse"
-    for row in speed:
-        weights = f" ({row['draft_weights']})" if row["draft_weights"] else ""
-        print(
-            f"{model.name}: {mode}{weights} is {row['first_token_speedup']:.2f}x as fast as dense"
-            f" to the first tokens, {row['speedup']:.2f}x to the last one"
-        )
-    return 0 if len(speed) == len(sides) else 1
+    lines = speed_ups(read_result(options.out)["rows"], "lossless" if options.drafts else "sparse")
+    print(*lines, sep="\n")
+    return 0 if len(lines) == len(sides) else 1

@@ -14,17 +14,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.common import (
     MODELS,
     RESERVED,
     STOCK,
+    Side,
     add_draft_options,
     add_engine_arguments,
     add_row,
-    backend_of,
     begin,
     bench_parser,
     engine_settings,
@@ -33,12 +32,13 @@ from sparrow_sglang.benchmarks.common import (
     rate,
     read_result,
     require_cuda,
+    running,
     set_acceptance_rate,
     tokens_per_round,
 )
 from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.command_line import count
+from sparrow_sglang.command_line import count, table
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
@@ -50,6 +50,8 @@ from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule
 
 SHORT, LONG = 16, 144
 CONTEXT, LONGEST = 40960, 131072
+RATES = (0.96, 0.94, 0.9, 0.85)
+"""Acceptance rates of drafts in `steps_table`."""
 
 DESCRIPTION = """\
 Time prefill and one decode step of stock SGLang, dense and with sparrow, in the shapes of real
@@ -67,16 +69,6 @@ EXAMPLES = """\
   sparrow bench step --engine-args '{"quantization": "fp8"}'
   sparrow bench step --schedules drafts --drafts 8 12      lossless decoding
 """
-
-
-class Side(NamedTuple):
-    """What an engine serves; a dense backend has neither schedule nor drafts nor their weights."""
-
-    model: str
-    backend: str
-    schedule: str | None = None
-    drafts: int | None = None
-    weights: str | None = None
 
 
 def batch_and_length(case: str) -> tuple[int, int]:
@@ -201,11 +193,11 @@ def time_steps(
     }
 
 
-def engine_defaults(options: argparse.Namespace, side: Side) -> dict[str, Any]:
+def engine_defaults(options: argparse.Namespace, model: str, side: Side) -> dict[str, Any]:
     batches, lengths = zip(*map(batch_and_length, options.cases), strict=True)
     # SGLang does not use the last positions of a context for requests.
     context = max(CONTEXT, max(lengths) + SHORT)
-    arguments = engine_settings(MODELS / side.model, False, *side[1:])
+    arguments = engine_settings(MODELS / model, False, side)
     arguments |= {
         "context_length": context,
         "mem_fraction_static": options.memory_fraction,
@@ -215,7 +207,7 @@ def engine_defaults(options: argparse.Namespace, side: Side) -> dict[str, Any]:
         "tp_size": options.tp,
         "ep_size": options.ep,
     }
-    if context > text_config(model_config(side.model))["max_position_embeddings"]:
+    if context > text_config(model_config(model))["max_position_embeddings"]:
         # With random weights positions mean nothing, so a step takes as long as in a model that
         # was made for this context.
         longer = {"max_position_embeddings": context}
@@ -223,32 +215,23 @@ def engine_defaults(options: argparse.Namespace, side: Side) -> dict[str, Any]:
     return arguments
 
 
-def measure(options: argparse.Namespace, side: Side) -> None:
-    import sglang
+def measure(options: argparse.Namespace, model: str, side: Side) -> None:
     import torch
-
-    model, backend, schedule_name, drafts, weights = side
 
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     shape = model_shape(model, kv_cache_dtype(options))
     schedule = None
-    if schedule_name:
-        schedule = load_schedule(schedule_name, PAGE_SIZE).for_model(model_config(model))
+    if side.schedule:
+        schedule = load_schedule(side.schedule, PAGE_SIZE).for_model(model_config(model))
     # Where the router has a bias, all tokens choose the same experts: dummy weights and biases are
     # both uniform in ±1e-3, and logits of a normalised hidden state some 30 times smaller.
     alike = model_config(model)["model_type"] == "gpt_oss"
     arguments = engine_arguments(options.engine_args)
-    defaults = engine_defaults(options, side)
-    engine_class = sglang.Engine
-    if drafts:
-        from sparrow_sglang.benchmarks import given_rounds
-
-        # A round takes as long whatever it accepts, and is timed where it accepts everything.
-        engine_class = given_rounds.engine_class(1.0, always_draft=True)
-    with engine_class(**defaults | arguments) as engine:
-        served = backend_of(engine) if backend == STOCK else backend
-        if drafts:
+    defaults = engine_defaults(options, model, side)
+    # A round takes as long whatever it accepts, and is timed where it accepts everything.
+    with running(side, defaults | arguments, rate=1.0, always_draft=True) as (engine, served):
+        if side.drafts:
             # The choice of drafts is given.
             require_server_state(engine.tokenizer_manager).measures_dense = False
         elif schedule is not None:
@@ -266,7 +249,7 @@ def measure(options: argparse.Namespace, side: Side) -> None:
             row: dict[str, Any] = {
                 "model": model,
                 "backend": served,
-                "schedule": schedule_name,
+                "schedule": side.schedule,
                 "dense_tokens": 0 if schedule is None else schedule.dense_tokens,
                 "case": case,
                 "tp": options.tp,
@@ -276,11 +259,11 @@ def measure(options: argparse.Namespace, side: Side) -> None:
                 "pool_tokens": pool,
             }
             row |= time_steps(engine, batch, length, shape.vocab_size, options.repeats)
-            if drafts:
-                tokens = tokens_per_round(drafts, options.acceptance_rate)
+            if side.drafts:
+                tokens = tokens_per_round(side.drafts, options.acceptance_rate)
                 row |= {
-                    "drafts": drafts,
-                    "draft_weights": weights,
+                    "drafts": side.drafts,
+                    "draft_weights": side.weights,
                     "acceptance_rate": options.acceptance_rate,
                     "tokens_per_round": tokens,
                     "round_ms": row["step_ms"],
@@ -294,7 +277,7 @@ def measure(options: argparse.Namespace, side: Side) -> None:
                 "tokens_per_s": batch / row["step_ms"] * 1e3,
             }
             add_row(options.out, row)
-            print(f"{model} {served} {schedule_name or ''} {case}: {summary(row)}", flush=True)
+            print(f"{model} {served} {side.schedule or ''} {case}: {summary(row)}", flush=True)
 
 
 def summary(row: Mapping[str, Any]) -> str:
@@ -307,7 +290,7 @@ def summary(row: Mapping[str, Any]) -> str:
     return f"{took}, prefill {row['prefill_s']:.3f} s"
 
 
-def engines(options: argparse.Namespace) -> Iterator[Side]:
+def engines(options: argparse.Namespace) -> Iterator[tuple[str, Side]]:
     for model in options.models.split(","):
         for backend in options.backends.split(","):
             names = options.schedules if backend == BACKEND else [None]
@@ -315,41 +298,34 @@ def engines(options: argparse.Namespace) -> Iterator[Side]:
                 named = name and name.replace("{model}", model)
                 for drafts in options.drafts if name else [None]:
                     for weights in options.draft_weights if drafts else [None]:
-                        yield Side(model, backend, named, drafts, weights)
+                        yield model, Side(backend, named, drafts, weights)
 
 
-_NAMED = ("model", "case", "schedule", "drafts", "draft_weights", "floor_ms")
-
-
-def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each sparse row beside the dense row of its model and case with the shortest step. Ratios are
-    dense over sparse, so above 1 where sparse is faster; prefill is compared with the dense backend
-    with the shortest prefill."""
-    compared = []
-    for sparse in rows:
-        same = [
-            row
-            for row in rows
-            if not row["schedule"] and all(row[key] == sparse[key] for key in ("model", "case"))
-        ]
-        if not sparse["schedule"] or not same:
+def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Each sparse step or round beside the shortest dense step of its model and case. Speed-ups of
+    rounds are at the acceptance rates of the heads: a round takes as long whatever it accepts."""
+    dense: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: -row["step_ms"]):
+        if not row["schedule"]:
+            dense[row["model"], row["case"]] = row
+    heads = ("model", "case", "dense ms", "schedule", "drafts", "ms", "speed-up")
+    lines: list[Sequence[str]] = [(*heads, *(f"at {rate}" for rate in RATES))]
+    foreign = False
+    for row in rows:
+        if not row["schedule"] or (base := dense.get((row["model"], row["case"]))) is None:
             continue
-        dense = min(same, key=lambda row: row["step_ms"])
-        prefill = min(same, key=lambda row: row["prefill_s"])
-        compared.append(
-            {key: sparse.get(key) for key in _NAMED}
-            | {
-                "dense": dense["backend"],
-                "dense_ms": dense["step_ms"],
-                "sparse_ms": sparse["step_ms"],
-                "speedup": dense["step_ms"] / sparse["step_ms"],
-                "dense_prefill": prefill["backend"],
-                "dense_prefill_s": prefill["prefill_s"],
-                "sparse_prefill_s": sparse["prefill_s"],
-                "prefill_speedup": prefill["prefill_s"] / sparse["prefill_s"],
-            }
-        )
-    return compared
+        drafts, ms = row.get("drafts"), row.get("round_ms", row["step_ms"])
+        apart = base.get("file") != row.get("file")
+        foreign |= apart
+        gains = [base["step_ms"] / row["step_ms"]]
+        if drafts:
+            gains += [base["step_ms"] * tokens_per_round(drafts, rate) / ms for rate in RATES]
+        cells = [row["model"], row["case"], f"{base['step_ms']:.2f}{'*' * apart}", row["schedule"]]
+        cells += [f"{drafts or ''} {row.get('draft_weights') or ''}".strip(), f"{ms:.2f}"]
+        cells += [f"{gain:.2f}x" for gain in gains]
+        lines.append(cells + [""] * (len(lines[0]) - len(cells)))
+    notes = "drafts: ms is a round's; at: speed-up where drafts are accepted at this rate"
+    return f"{table(lines)}\n\n{notes}" + "\n*: of another run" * foreign
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -419,19 +395,12 @@ def main(argv: Sequence[str]) -> int:
     require_cuda(options.tp)
     begin(options)
     failed = False
-    for side in engines(options):
-        if not in_fresh_process(measure, options, side):
-            print(f"{' '.join(map(str, filter(None, side)))}: failed, left out", file=sys.stderr)
+    for model, side in engines(options):
+        if not in_fresh_process(measure, options, model, side):
+            print(
+                f"{' '.join(map(str, filter(None, (model, *side))))}: failed, left out",
+                file=sys.stderr,
+            )
             failed = True
-    result = read_result(options.out)
-    result["compared"] = compare(result["rows"])
-    write_json(options.out, result)
-    for row in result["compared"]:
-        print(
-            f"{row['model']} {row['schedule']} {row['draft_weights'] or ''} {row['case']}: step"
-            f" {row['dense_ms']:.2f} ms ({row['dense']}) -> {row['sparse_ms']:.2f} ms,"
-            f" {row['speedup']:.2f}x; prefill"
-            f" {row['dense_prefill_s']:.3f} s ({row['dense_prefill']}) ->"
-            f" {row['sparse_prefill_s']:.3f} s, {row['prefill_speedup']:.2f}x"
-        )
+    print(f"\n{steps_table(read_result(options.out)['rows'])}")
     return int(failed)

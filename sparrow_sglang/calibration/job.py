@@ -42,6 +42,10 @@ GIVEN_RESPONSE_ENGINE_ARGS = {
     # An overlapping scheduler would launch a step before the request has the token of the last one.
     "disable_overlap_schedule": True,
 }
+_DECODED_BY = (
+    *("name", "bin_tokens", "budget_tokens", "sink_pages", "recent_pages", "dense_layers"),
+    "selection",
+)
 _MORE_SPARSE = "longer prompts, more --new-tokens or smaller budgets"
 # dp_size is one, as a response is compared on the engine that generated it.
 RESERVED = (
@@ -111,36 +115,107 @@ class ServedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """The measurements to make.
+    """The measurements to make. Raises `CalibrationError` if some could not be made.
 
     Attributes:
-        path: folder or hub name that the engine loads.
-        settings: everything that the measurements depend on.
-        targets: tails to hold, one for each schedule.
+        under: the schedules to decode under: fixed budgets, or those that are checked.
         start: the schedule that the engine starts with; a calibration writes schedules of its
             page size, dense layers and selection rule.
-        schedules: the schedules to check; empty for a calibration.
+        targets: tails to hold, one for each schedule that is written or checked.
+        folder: keeps the finished samples.
         out: the file to write; for several schedules, their common name.
     """
 
     options: CalibrationOptions
-    path: str
-    hf_config: Any
-    context: int
+    model: ServedModel
+    under: list[BudgetSchedule]
     start: BudgetSchedule
     bin_tokens: int
-    prompts: list[Prompt]
-    samples: list[Sample]
-    settings: dict[str, Any]
-    folder: Path
-    engine_args: dict[str, Any]
     targets: list[float]
-    schedules: list[BudgetSchedule]
+    folder: Path
     out: Path
+
+    def __post_init__(self) -> None:
+        samples = self.options.samples
+        if samples > 1 and all(prompt.response_ids for prompt in self.prompts):
+            raise CalibrationError(f"--samples {samples} along given responses: expected 1")
+        if not self.samples:
+            raise CalibrationError(f"no generation would decode sparsely: expected {_MORE_SPARSE}")
+        for schedule in self.under if self.is_check else ():
+            if not any(sample.schedule is schedule for sample in self.samples):
+                raise CalibrationError(f"--check {schedule.name}: no sparse step: {_MORE_SPARSE}")
+
+    @property
+    def is_check(self) -> bool:
+        return bool(self.options.check)
 
     @property
     def page_size(self) -> int:
         return self.start.page_size
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        options, (path, hf_config, context) = self.options, self.model
+        tokenize = tokenizer_of(path)
+        if options.prompts is None:
+            per_bin = options.prompts_per_bin or PROMPTS_PER_BIN
+            sizes = context, self.bin_tokens, options.new_tokens, per_bin
+            part: Literal["check", "calibration"] = "check" if self.is_check else "calibration"
+            return builtin_prompts(tokenize, *sizes, part, options.seed)
+        prompts = read_prompts(options.prompts, tokenize, context)
+        vocab_size = model_value(hf_config, "vocab_size")
+        for prompt in prompts:
+            if vocab_size and (most := max(prompt.input_ids + prompt.response_ids)) >= vocab_size:
+                line = prompt.name.partition("-")[0]
+                raise CalibrationError(
+                    f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
+                )
+        return prompts
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        repeats, new_tokens = self.options.samples, self.options.new_tokens
+        room = self.model.context - UNSCORED
+        return plan_samples(self.prompts, self.under, repeats, new_tokens, room, self.is_check)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the measurements depend on."""
+        options, (path, hf_config, context) = self.options, self.model
+        dtype = engine_dtype(options.engine_args) or str(model_value(hf_config, "dtype"))
+        measured = {
+            "rule": self.start.selection,
+            "budgets": [schedule.budget_tokens[0] for schedule in self.under],
+        }
+        checked = [[getattr(schedule, f) for f in _DECODED_BY] for schedule in self.under]
+        return {
+            **_identity(options.model_path, path),
+            "device": device_name(),
+            "dtype": dtype,
+            "sglang": version("sglang"),
+            "page_size": self.page_size,
+            "context": context,
+            "prompts": str(options.prompts or "built in"),
+            "prompts_sha256": prompts_digest(self.prompts),
+            "num_prompts": len({prompt.name for prompt in self.prompts}),
+            "samples": options.samples,
+            "new_tokens": options.new_tokens,
+            "temperature": 1.0,
+            "seed": options.seed,
+            "engine_args": options.engine_args,
+            **({"schedules": checked} if self.is_check else measured),
+        }
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        given = any(prompt.response_ids for prompt in self.prompts)
+        return {
+            "context_length": self.model.context,
+            "page_size": self.page_size,
+            "random_seed": self.options.seed,
+            **(GIVEN_RESPONSE_ENGINE_ARGS if given else {}),
+            **self.options.engine_args,
+        }
 
     @cached_property
     def work(self) -> WorkFolder:
@@ -153,7 +228,7 @@ class Job:
 
     def origin(self) -> dict[str, Any]:
         fields = ("architectures", "hidden_size", "num_hidden_layers")
-        values = {key: model_value(self.hf_config, key) for key in fields}
+        values = {key: model_value(self.model.hf_config, key) for key in fields}
         return {
             "model": Path(self.options.model_path).name,
             "model_match": {key: value for key, value in values.items() if value is not None},
@@ -189,17 +264,15 @@ def calibration_job(options: CalibrationOptions) -> Job:
     usual = [b for b in BUDGETS if least < b < context] or [least + page_size]
     budgets = sorted(set(options.budgets or usual))
     suffix = "" if rule == PUBLISHED else f"-{rule}"
-    return _job(
+    return Job(
         options,
         model,
-        [start.as_fixed(budget) for budget in budgets],
-        settings={"rule": rule, "budgets": budgets},
+        under=[start.as_fixed(budget) for budget in budgets],
         start=start,
         bin_tokens=bin_tokens,
+        targets=targets,
         folder=options.work or out.parent / f"{name}-page{page_size}{suffix}.calibration",
         out=out,
-        targets=targets,
-        schedules=[],
     )
 
 
@@ -220,103 +293,16 @@ def check_job(options: CalibrationOptions) -> Job:
             raise CalibrationError(f"--check: {schedule.name} has no tail_target: pass --target")
         targets.append(target)
     first = options.check[0].removesuffix(".json")
-    measured = [
-        [s.name, s.bin_tokens, s.budget_tokens, s.sink_pages, s.recent_pages, s.dense_layers,
-         s.selection]
-        for s in schedules
-    ]  # fmt: skip
-    job = _job(
+    return Job(
         options,
         model,
-        schedules,
-        settings={"schedules": measured},
+        under=schedules,
         start=schedules[0],
         bin_tokens=tail_bin_tokens(schedules[0]),
+        targets=targets,
         folder=options.work or Path(f"{first}.check"),
         out=options.out or Path(f"{first}.check.json"),
-        targets=targets,
-        schedules=schedules,
     )
-    for schedule in schedules:
-        if not any(sample.schedule is schedule for sample in job.samples):
-            raise CalibrationError(f"--check {schedule.name}: no sparse step: {_MORE_SPARSE}")
-    return job
-
-
-def _job(
-    options: CalibrationOptions,
-    model: ServedModel,
-    under: Sequence[BudgetSchedule],
-    *,
-    settings: dict[str, Any],
-    start: BudgetSchedule,
-    **fields: Any,
-) -> Job:
-    """The job whose prompts are decoded `under` schedules; the engine starts with `start`."""
-    context, checked = model.context, bool(fields["schedules"])
-    prompts = _prompts(options, model, fields["bin_tokens"], checked)
-    if options.samples > 1 and all(prompt.response_ids for prompt in prompts):
-        raise CalibrationError(f"--samples {options.samples} along given responses: expected 1")
-    room = context - UNSCORED
-    samples = plan_samples(prompts, under, options.samples, options.new_tokens, room, checked)
-    if not samples:
-        raise CalibrationError(f"no generation would decode sparsely: expected {_MORE_SPARSE}")
-    engine_args = {
-        "context_length": context,
-        "page_size": start.page_size,
-        "random_seed": options.seed,
-    }
-    if any(prompt.response_ids for prompt in prompts):
-        engine_args |= GIVEN_RESPONSE_ENGINE_ARGS
-    return Job(
-        options=options,
-        path=model.path,
-        hf_config=model.hf_config,
-        context=context,
-        prompts=prompts,
-        samples=samples,
-        settings={
-            **_identity(options.model_path, model.path),
-            "device": device_name(),
-            "dtype": engine_dtype(options.engine_args)
-            or str(model_value(model.hf_config, "dtype")),
-            "sglang": version("sglang"),
-            "page_size": start.page_size,
-            "context": context,
-            "prompts": str(options.prompts or "built in"),
-            "prompts_sha256": prompts_digest(prompts),
-            "num_prompts": len({prompt.name for prompt in prompts}),
-            "samples": options.samples,
-            "new_tokens": options.new_tokens,
-            "temperature": 1.0,
-            "seed": options.seed,
-            "engine_args": options.engine_args,
-            **settings,
-        },
-        engine_args=engine_args | options.engine_args,
-        start=start,
-        **fields,
-    )
-
-
-def _prompts(
-    options: CalibrationOptions, model: ServedModel, bin_tokens: int, checked: bool
-) -> list[Prompt]:
-    tokenize, context = tokenizer_of(model.path), model.context
-    if options.prompts is None:
-        per_bin = options.prompts_per_bin or PROMPTS_PER_BIN
-        sizes = context, bin_tokens, options.new_tokens, per_bin
-        part: Literal["check", "calibration"] = "check" if checked else "calibration"
-        return builtin_prompts(tokenize, *sizes, part, options.seed)
-    prompts = read_prompts(options.prompts, tokenize, context)
-    vocab_size = model_value(model.hf_config, "vocab_size")
-    for prompt in prompts:
-        if vocab_size and (most := max(prompt.input_ids + prompt.response_ids)) >= vocab_size:
-            line = prompt.name.partition("-")[0]
-            raise CalibrationError(
-                f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
-            )
-    return prompts
 
 
 def _schedule_files(out: Path, targets: Sequence[float]) -> list[Path]:

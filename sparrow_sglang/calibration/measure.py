@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
 _GIVEN = "sparrow_given_response"
-_START = "schedule.json"
 
 
 def measure_missing(job: Job) -> dict[str, float]:
@@ -40,13 +41,13 @@ def measure_missing(job: Job) -> dict[str, float]:
     import torch
 
     began = time.monotonic()
-    with job.work.writing(_START) as draft:
-        job.start.save(draft)
-    engine_args = job.engine_args | {"sparrow_schedule": str(job.work.path / _START)}
     with ExitStack() as stack, closing(Progress(len(job.samples), "generation")) as progress:
+        start = Path(stack.enter_context(TemporaryDirectory())) / "schedule.json"
+        job.start.save(start)
+        engine_args = job.engine_args | {"sparrow_schedule": str(start)}
         progress.show("starting the engine")
-        with recording(job.options.batch, min(job.options.new_tokens, job.context)):
-            engine = stack.enter_context(running_engine(job.path, engine_args))
+        with recording(job.options.batch, min(job.options.new_tokens, job.model.context)):
+            engine = stack.enter_context(running_engine(job.model.path, engine_args))
         measure(engine, job.samples, job.work, job.options.batch, progress)
         cost: dict[str, float] = {"seconds": round(time.monotonic() - began)}
         if torch.cuda.is_available():

@@ -28,7 +28,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     If a target is held nowhere, raises `CalibrationError` after writing everything else."""
     measured = job.work.by_schedule(job.samples)
     budgets = {s.schedule.name: s.schedule.budget_tokens[0] for s in job.samples}
-    num_bins = -(-job.context // job.bin_tokens)
+    num_bins = -(-job.model.context // job.bin_tokens)
     by_budget = {
         budgets[name]: bin_tails(tokens, job.bin_tokens, job.page_size, num_bins)
         for name, tokens in measured.items()
@@ -44,7 +44,9 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
     failures = []
     for path, target in job.files.items():
         try:
-            schedule = make_schedule(path.stem, target, tails, job.start, job.context, evidence)
+            schedule = make_schedule(
+                path.stem, target, tails, job.start, job.model.context, evidence
+            )
         except CalibrationError as error:
             failures.append(str(error))
             continue
@@ -61,7 +63,7 @@ def write_check(job: Job) -> list[dict[str, Any]]:
     measured = job.work.by_schedule(job.samples)
     reports = [
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
-        for schedule, target in zip(job.schedules, job.targets, strict=True)
+        for schedule, target in zip(job.under, job.targets, strict=True)
     ]
     with _keeping_measurements(job.work):
         write_json(job.out, {"checks": reports, **job.origin(), "settings": job.settings})

@@ -76,11 +76,6 @@ def plan_samples(
     return samples
 
 
-def has_measurements(folder: Path) -> bool:
-    """Whether this is a work folder in which something has been measured."""
-    return any(folder.glob(_BATCHES)) and (folder / SETTINGS).exists()
-
-
 class WorkFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Raises `CalibrationError` on a folder of other settings, or that cannot be written."""
@@ -95,7 +90,7 @@ class WorkFolder:
             ) from None
         text = json.dumps(settings, indent=1) + "\n"
         # A command that failed before it measured anything may be corrected.
-        if stored is None or not has_measurements(path):
+        if stored is None or not any(path.glob(_BATCHES)):
             with self.writing(SETTINGS) as draft:
                 draft.write_text(text, "utf-8")
             return

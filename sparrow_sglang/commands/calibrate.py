@@ -139,7 +139,7 @@ def _require_enough(job: Job) -> None:
         cached = np.arange(length + 1, length + sample.new_tokens)
         cached = cached[sample.schedule.tokens_read(cached) < cached]
         # All bins of a check count as one: its schedules may have other bins each.
-        bins = bins_of_lengths(cached, job.bin_tokens, job.page_size) * (not job.schedules)
+        bins = bins_of_lengths(cached, job.bin_tokens, job.page_size) * (not job.is_check)
         for of in ((sample.schedule.name, index) for index in bins.tolist()):
             prompts[of].add(sample.prompt.name)
             tokens[of] += 1

@@ -3,13 +3,12 @@ results of `sparrow bench step` as a table."""
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_text
-from sparrow_sglang.benchmarks.common import tokens_per_round
-from sparrow_sglang.command_line import new_path, table
+from sparrow_sglang.benchmarks.step import steps_table
+from sparrow_sglang.command_line import new_path
 from sparrow_sglang.report.compare import compare, comparison_table
 from sparrow_sglang.report.sources import ReportError, find_sources
 from sparrow_sglang.report.write import write_page
@@ -26,8 +25,6 @@ examples:
 
 A page needs no network and no other file, and can be read on a phone.
 """
-
-_RATES = (0.96, 0.94, 0.9, 0.85)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -84,33 +81,6 @@ def _step_rows(path: Path) -> list[dict[str, Any]]:
         return [row | {"file": path} for row in rows if "step_ms" in row]
     except (OSError, ValueError, LookupError, TypeError):
         return []
-
-
-def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Each sparse step or round beside the shortest dense step of its model and case. Speed-ups of
-    rounds are at the acceptance rates of the heads: a round takes as long whatever it accepts."""
-    dense: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: -row["step_ms"]):
-        if not row["schedule"]:
-            dense[row["model"], row["case"]] = row
-    heads = ("model", "case", "dense ms", "schedule", "drafts", "ms", "speed-up")
-    lines: list[Sequence[str]] = [(*heads, *(f"at {rate}" for rate in _RATES))]
-    foreign = False
-    for row in rows:
-        if not row["schedule"] or (base := dense.get((row["model"], row["case"]))) is None:
-            continue
-        drafts, ms = row.get("drafts"), row.get("round_ms", row["step_ms"])
-        apart = base["file"] != row["file"]
-        foreign |= apart
-        gains = [base["step_ms"] / row["step_ms"]]
-        if drafts:
-            gains += [base["step_ms"] * tokens_per_round(drafts, rate) / ms for rate in _RATES]
-        cells = [row["model"], row["case"], f"{base['step_ms']:.2f}{'*' * apart}"]
-        cells += [row["schedule"], str(drafts or ""), f"{ms:.2f}"]
-        cells += [f"{gain:.2f}x" for gain in gains]
-        lines.append(cells + [""] * (len(lines[0]) - len(cells)))
-    notes = "drafts: ms is a round's; at: speed-up where drafts are accepted at this rate"
-    return f"{table(lines)}\n\n{notes}" + "\n*: of another run" * foreign
 
 
 def _require_suffix(out: Path | None, suffix: str, what: str) -> None:

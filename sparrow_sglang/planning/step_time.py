@@ -1,6 +1,7 @@
 """Bytes of a decode step from a model's shapes, and its milliseconds from bytes and measured steps.
-A step takes the sum of `STEP_TERMS` times the constants in step_times.json, which
-tools/fit_step_times.py fits to rows of `sparrow bench step`."""
+A step takes the sum of `step_terms` times the constants in step_times.json: a non-negative fit, of
+least squared relative errors, to rows of `sparrow bench step` on one GPU with 16-bit weights. Some
+of these rows are of selection rules that were removed, so the fit cannot be repeated."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ _BYTES_PER_VALUE = 2
 class StepBytes:
     """Bytes that one step of a batch reads, and of linear attention's states also writes. `read` is
     the mean of KV tokens that a layer with whole KV reads of a sequence; `scored` counts pages that
-    layers score of a sequence; `sparse` counts layers that leave something out."""
+    layers score of a sequence."""
 
     weights: float
     kv: float
@@ -46,7 +47,6 @@ class StepBytes:
     states: float
     read: float
     scored: float
-    sparse: float
 
 
 def step_bytes(
@@ -58,14 +58,14 @@ def step_bytes(
     the landmarks between sinks and recent pages."""
     whole = shape.whole_layers
     token_layers = whole * cached
-    landmarks = scored = sparse = 0.0
+    landmarks = scored = 0.0
     if schedule is not None and whole:
         dense_layers = shape.dense_layers(schedule)
         sparse_layers = whole - dense_layers
         token_layers = dense_layers * cached + sparse_layers * int(schedule.tokens_read(cached))
         pages = schedule.num_pages(cached)
-        sparse = float(sparse_layers) if schedule.pages_read(pages) < pages else 0.0
-        scored = sparse * (pages - schedule.least_pages)
+        if schedule.pages_read(pages) < pages:
+            scored = float(sparse_layers * (pages - schedule.least_pages))
         page_bytes = landmark_bytes(
             schedule.selection, schedule.page_size, shape.head_dim, _BYTES_PER_VALUE
         )
@@ -78,7 +78,6 @@ def step_bytes(
         states=float(batch * shape.linear.moved_bytes) if shape.linear else 0.0,
         read=token_layers / whole if whole else 0.0,
         scored=scored,
-        sparse=sparse,
     )
 
 
@@ -95,7 +94,6 @@ def step_terms(
         "kv_fp8_dense": moved.kv * ms if shape.kv_itemsize == 1 and schedule is None else 0.0,
         "landmarks": moved.landmarks * ms,
         "scored_pages": moved.scored,
-        "sparse_layers": moved.sparse,
         "layers": float(shape.num_layers),
         "expert_layers": float(shape.experts.layers) if shape.experts else 0.0,
         "linear_layers": float(len(shape.linear.layers)) if shape.linear else 0.0,
@@ -146,7 +144,7 @@ def step_time(
     weights, kv = parts.pop("weights"), parts.pop("kv") + parts.pop("kv_fp8_dense")
     if fp8_weights:
         weights = weights / 2 + FP8_LAYER_MS * shape.num_layers
-    selection = sum(parts.pop(name) for name in ("landmarks", "scored_pages", "sparse_layers"))
+    selection = sum(parts.pop(name) for name in ("landmarks", "scored_pages"))
     return StepTime(weights, kv, selection, sum(parts.values()))
 
 

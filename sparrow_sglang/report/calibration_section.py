@@ -28,11 +28,6 @@ def calibration_section(contents: Sequence[Row]) -> Section:
     targets = [f"{s.tail_target:g}" if s.tail_target else "none" for s in schedules]
     section = Section("calibration", f"Calibration of {first.model}")
     section.facts += [("tail target", ", ".join(targets)), ("selection", first.selection)]
-    for schedule in schedules:
-        end = len(schedule.budget_tokens) * schedule.bin_tokens
-        read = int(schedule.tokens_read(end))
-        share = f"{number(read)} ({read / end:.1%})"
-        section.facts.append((f"{schedule.name} reads at {end:,} tokens", share))
     evidence: Row = first.provenance
     tokens = sum(row["tokens"] for rows in evidence["tails"].values() for row in rows)
     prompts = str(evidence["settings"].get("num_prompts", "–"))

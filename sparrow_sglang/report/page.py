@@ -107,15 +107,14 @@ def draw_level(axes: Any, name: str, level: float) -> None:
     axes.axhline(level, color=INK, linewidth=1.1, linestyle="--", label=label, gid="level")
 
 
-def shades(count: int) -> Sequence[Any]:
+def shades(count: int) -> Any:
     """A colour for each of `count` series; of more than the palette has, shades in their order."""
     from matplotlib import colormaps
 
     if count <= len(PALETTE):
         return PALETTE[:count]
-    rgb = colormaps["turbo"](np.linspace(0.08, 0.92, count))[:, :3]
     # Darker, as yellow could not be seen on white.
-    return [tuple(0.85 * shade) for shade in rgb]
+    return 0.85 * colormaps["turbo"](np.linspace(0.08, 0.92, count))[:, :3]
 
 
 def series(index: int, label: str, count: int = len(PALETTE)) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -98,18 +97,12 @@ def run_section(folder: Path) -> Section:
 
 
 def _run_facts(run: Run) -> list[tuple[str, str]]:
-    planned, schedule = run.config.get("steps"), run.config.get("engine", {}).get("schedule")
+    planned = run.config.get("steps")
     facts = [("steps", f"{len(run.steps):,}" + (f" of {planned:,}" if planned else ""))]
-    changing = {
-        "reward, first → last": REWARD,
-        "held-out pass rate": PASS_RATE,
-        "mean response length": "response_length/mean",
-        "entropy": ENTROPY,
-        "tail": TAIL,
-    }
-    for label, name in changing.items():
-        if values := list(run.curve(name).values()):
-            facts.append((label, f"{number(values[0], 3)} → {number(values[-1], 3)}"))
+    for head in ("reward", "pass rate", "length", "entropy", "tail"):
+        if values := list(run.curve(_STEP_COLUMNS[head]).values()):
+            change = f"{number(values[0], 3)} → {number(values[-1], 3)}"
+            facts.append((f"{head}, first → last", change))
     if tails := run.curve(TAIL):
         lowest, target = min(tails, key=lambda step: tails[step]), run.start.get("tail_target")
         judged = f"the target is {target:g}" if target else "no target"
@@ -121,14 +114,7 @@ def _run_facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("ALARM, the policy may be collapsing", steps))
     if skipped := sum(run.curve("actor/skipped_steps").values()):
         facts.append(("optimizer steps skipped, gradient not finite", f"{skipped:,.0f}"))
-    if schedule:
-        facts.append(("schedule", schedule))
-    last = run.steps[-1]
-    if "sparrow/kv_tokens_cached" in last:
-        share = last["sparrow/kv_tokens_read"] / last["sparrow/kv_tokens_cached"]
-        facts.append(("KV read of cached, last step", f"{share:.1%}"))
-    seconds = median(row["timing_s/step"] for row in run.steps)
-    return [*facts, ("seconds per step, median", number(seconds))]
+    return facts
 
 
 def _run_charts(section: Section, run: Run) -> None:
@@ -165,8 +151,10 @@ def _run_charts(section: Section, run: Run) -> None:
             for move in moves:
                 axes.axvline(move, color=INK, linewidth=0.9, linestyle=":")
             scale(axes, whole=True, from_zero=unit in _FROM_ZERO)
-    with section.chart("Where the time of a step goes", "step", "seconds") as axes:
-        _stack_times(axes, run.steps)
+    # The areas of one step would have no width.
+    if len(run.steps) > 1:
+        with section.chart("Where the time of a step goes", "step", "seconds") as axes:
+            _stack_times(axes, run.steps)
 
 
 def _stack_times(axes: Any, steps: Sequence[Row]) -> None:
@@ -183,14 +171,8 @@ def _stack_times(axes: Any, steps: Sequence[Row]) -> None:
     spent["rest"] = [
         max(0.0, row["timing_s/step"] - part) for row, part in zip(steps, measured, strict=True)
     ]
-    at = [row["step"] for row in steps]
-    if len(steps) == 1:
-        # With one step the areas would have no width, so draw it half a step to either side.
-        at, spent = [at[0] - 0.5, at[0] + 0.5], {name: s * 2 for name, s in spent.items()}
-    colours = shades(len(spent))
-    areas = axes.stackplot(
-        at, *spent.values(), labels=list(spent), colors=colours, alpha=0.85, step="mid"
-    )
+    at, style = [row["step"] for row in steps], {"colors": shades(len(spent)), "alpha": 0.85}
+    areas = axes.stackplot(at, *spent.values(), labels=list(spent), step="mid", **style)
     for i, area in enumerate(areas):
         area.set_gid(f"series-{i}")
     scale(axes, whole=True, from_zero=True)

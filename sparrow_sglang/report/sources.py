@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.calibration.samples import has_measurements
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.mismatch.collapse import REWARD
 from sparrow_sglang.run_folder import METRICS_FILE, RUN_FILE, read_rows, read_starts
@@ -67,9 +66,6 @@ def _files(path: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(path):
         # Of a run they are large, and hold nothing to report.
         skipped = "checkpoints" if METRICS_FILE in names else ""
-        if has_measurements(Path(folder)):
-            # Its schedules are for measuring.
-            continue
         folders[:] = sorted(n for n in folders if not n.startswith(".") and n != skipped)
         names = [name for name in names if name == METRICS_FILE or name.endswith(".json")]
         yield from (Path(folder, name) for name in sorted(names))

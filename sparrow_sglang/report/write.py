@@ -39,19 +39,17 @@ def write_page(title: str, sources: Sources) -> str:
 
 def _sections(sources: Sources) -> Iterator[Section]:
     """The sections in reading order; adds what is damaged to `sources.left_out`."""
-    by_measurement: dict[str, list[tuple[Path, Row]]] = {}
+    together: dict[str, dict[Path, Row]] = {}
     for path, content in sources.schedules.items():
         evidence = content.get("provenance") or {}
         tails = evidence.get("tails", str(path))
-        measured = [content["bin_tokens"], evidence.get("settings"), tails]
-        by_measurement.setdefault(json.dumps(measured), []).append((path, content))
+        measured = json.dumps([content["bin_tokens"], evidence.get("settings"), tails])
+        together.setdefault(measured, {})[path] = content
+    calibrations = together.values()
     makers: list[tuple[Path, Callable[[], Section]]] = [
         *((folder, partial(run_section, folder)) for folder in sources.runs),
-        *(
-            (group[0][0], partial(calibration_section, [content for _, content in group]))
-            for group in by_measurement.values()
-        ),
-        *((path, partial(check_section, content)) for path, content in sources.checks.items()),
+        *((min(rows), partial(calibration_section, [*rows.values()])) for rows in calibrations),
+        *((path, partial(check_section, row)) for path, row in sources.checks.items()),
     ]
     for path, make in makers:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import save_model_of_words, words
-from engines import random_prompt, unused_model_files
+from engines import RAY_ENVIRONMENT, random_prompt, unused_model_files
 from oracle import FP32, ContractModel
 from servers import start_server
 
@@ -26,13 +26,6 @@ SCHEDULE = BudgetSchedule.fixed(64)
 PROMPT_TOKENS = 150
 ROLLOUTS, GROUPS, GROUP = 3, 2, 2
 LIMIT_S = 1500  # processes of Ray import SGLang in turn
-# Ray's own limits are too short where something else keeps the cores busy.
-ENVIRONMENT = {
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
-}
 pytestmark = [
     pytest.mark.skipif(
         SLIME is None, reason="no slime here: make test-frameworks SLIME=/path/to/slime"
@@ -47,8 +40,6 @@ class Run:
     """What slime wrote into `folder`: what it sampled, trained on and loaded into the servers."""
 
     folder: Path
-    model: str
-    printed: str
 
     def samples(self, name: object) -> list[dict[str, Any]]:
         path = self.folder / f"details/rollout_data/{name}.pt"
@@ -109,13 +100,13 @@ def run(model: str, folder: Path, *arguments: str) -> Run:
     unused = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()), "PYTHONPATH": path}
     done = subprocess.run(
         command,
-        env=os.environ | ENVIRONMENT | unused,
+        env=os.environ | RAY_ENVIRONMENT | unused,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    return Run(folder, model, done.stdout + done.stderr)
+    return Run(folder)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import VOCAB_SIZE, save_tiny_model, unused_model_files
+from engines import RAY_ENVIRONMENT, VOCAB_SIZE, save_tiny_model, unused_model_files
 from oracle import FP32, ContractModel
 
 from sparrow_sglang.benchmarks.random_model import save_chat_tokenizer
@@ -21,13 +21,6 @@ from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
 LIMIT_S = 1500  # five processes import SGLang in turn
-# Ray's own limits are too short where something else keeps the cores busy.
-ENVIRONMENT = {
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
-}
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.sglang"
 # See tests/support/verl_cpu.py.
 CPU_PLATFORM = {
@@ -144,7 +137,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     done = subprocess.run(
         command,
         cwd=FOLDER,
-        env=os.environ | ENVIRONMENT | CPU_PLATFORM | ours,
+        env=os.environ | RAY_ENVIRONMENT | CPU_PLATFORM | ours,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

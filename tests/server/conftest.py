@@ -1,6 +1,7 @@
 """One audited server with a tokenizer and LoRA for all tests that send it wrong things."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -9,6 +10,13 @@ from servers import start_server
 
 CONTEXT = 4096
 TARGETS = ("q_proj", "k_proj", "v_proj")
+
+
+@pytest.fixture(scope="module")
+def chunked(schedule_file: str) -> dict[str, Any]:
+    """Arguments of an engine with our backend, for which long prompts take several chunks."""
+    arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
+    return arguments | {"chunked_prefill_size": 64}
 
 
 @pytest.fixture(scope="session")

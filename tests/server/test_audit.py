@@ -2,19 +2,18 @@
 
 import logging
 import shutil
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from audits import outcomes
 from engines import SCHEDULE, random_prompt, start_engine, weight_updates
 from oracle import ContractModel
-from servers import start_server
+from servers import sparrow_metrics, start_server
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.plugin.audit import mismatch_log
@@ -25,20 +24,8 @@ PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def arguments(schedule_file) -> dict:
-    return {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": schedule_file,
-        "sparrow_audit_rate": 1.0,
-        "chunked_prefill_size": 64,
-    }
-
-
-def gauges(url: str) -> dict[str, float]:
-    """`name{labels}` without the process id -> value, of this package's gauges."""
-    lines = httpx.get(f"{url}/metrics/", follow_redirects=True).text.splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("sparrow:")]
-    return {name: float(value) for name, value in pairs}
+def arguments(chunked: dict) -> dict:
+    return chunked | {"sparrow_audit_rate": 1.0}
 
 
 def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
@@ -69,13 +56,10 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
         )
         greedy = qwen | {"temperature": 0.0, "repetition_penalty": 1.3}
         [certain] = endpoint.generate([requests[0] | {"sampling_params": greedy, "rid": "greedy"}])
-        deadline = time.monotonic() + 60
         outcome = 'sparrow:audit_requests{outcome="audited"}'
-        while gauges(url).get(outcome) != 4 and time.monotonic() < deadline:
-            time.sleep(0.3)
-        while read_mismatch_log(log).num_rows < 400 and time.monotonic() < deadline:
-            time.sleep(0.3)
-        found = gauges(url)
+        wait_until(lambda: sparrow_metrics(url).get(outcome) == 4)
+        wait_until(lambda: read_mismatch_log(log).num_rows == 400)
+        found = sparrow_metrics(url)
 
     for audited, other in ((answers[0], others[0]), (answers[2], others[1])):
         assert audited.keys() == other.keys()

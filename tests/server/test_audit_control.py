@@ -1,9 +1,7 @@
 """An audited server can be paused, updated, flushed and emptied at any time, as any other can."""
 
-import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import psutil
 import pytest
 from engines import random_prompt
 from servers import start_server
+from waiting import wait_until
 
 from sparrow_sglang.plugin.audit import mismatch_log
 from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
@@ -36,21 +35,13 @@ class Server:
         assert answer.status_code == 200, answer.text
         return answer
 
-    def names(self, count: int) -> list[str]:
-        """Ids of `count` further requests."""
+    def generate(self, length: int, count: int = 1) -> set[str]:
+        """Ids of further requests with prompts of `length` tokens, which have been answered."""
         first, self.sent = self.sent, self.sent + count
-        return [f"request-{index}-" for index in range(first, self.sent)]
-
-    def generate(self, length: int, count: int = 1, **more: Any) -> tuple[set[str], list[Any]]:
-        """Ids of requests with prompts of `length` tokens, and their answers."""
-        names = self.names(count)
-        fields = {"sampling_params": PLAIN, "rid": names} | more
+        names = [f"request-{index}-" for index in range(first, self.sent)]
         prompts = [random_prompt(seed, length) for seed in range(count)]
-        return set(names), self.post("generate", input_ids=prompts, **fields).json()
-
-    def update_weights(self, **fields: Any) -> None:
-        answer = self.post("update_weights_from_disk", model_path=self.model, **fields).json()
-        assert answer["success"], answer
+        self.post("generate", input_ids=prompts, sampling_params=PLAIN, rid=names)
+        return set(names)
 
     def audited(self) -> set[str]:
         """Ids of the requests that have been scored so far."""
@@ -58,39 +49,22 @@ class Server:
 
     def wait_for(self, names: set[str]) -> set[str]:
         """Wait until `names` have been audited; returns the ids of all audited requests."""
-        deadline = time.monotonic() + SECONDS
-        while not names <= (audited := self.audited()):
-            assert time.monotonic() < deadline, f"not audited: {sorted(names - audited)}"
-            time.sleep(0.05)
-        return audited
-
-    @contextmanager
-    def running(self, length: int, new_tokens: int | None) -> Iterator[tuple[str, Iterator[Any]]]:
-        """The id of a streamed request that is being decoded, and its further answers."""
-        [name] = self.names(1)
-        body = {
-            "input_ids": random_prompt(0, length),
-            "sampling_params": PLAIN | {"max_new_tokens": new_tokens},
-            "stream": True,
-            "rid": name,
-        }
-        with httpx.stream("POST", f"{self.url}/generate", json=body, timeout=SECONDS) as stream:
-            lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
-            answers = (json.loads(line) for line in lines if line != "[DONE]")
-            next(answers)
-            yield name, answers
+        wait_until(lambda: names <= self.audited(), SECONDS)
+        return self.audited()
 
     def wait_until_done(self) -> set[str]:
         """Wait until the audit, which keeps the order of requests, is done with all so far. Returns
         the ids of all audited requests."""
-        deadline = time.monotonic() + SECONDS
         names: set[str] = set()
-        # Requests are dropped while others hold all slots.
-        while not names & (audited := self.audited()):
-            assert time.monotonic() < deadline
-            names |= self.generate(20)[0]
+
+        def is_one_audited() -> set[str]:
+            # Requests are dropped while others hold all slots.
+            names.update(self.generate(20))
             time.sleep(0.5)
-        return audited
+            return names & self.audited()
+
+        wait_until(is_one_audited, SECONDS)
+        return self.audited()
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +89,16 @@ def server(
 
 
 def test_pause_update_continue_answers_while_audits_are_queued(server: Server) -> None:
-    old, _ = server.generate(400, count=6)
+    old = server.generate(400, count=6)
     start = time.monotonic()
     server.post("pause_generation", mode="in_place")
     # Longer than it takes an audit to look for its next request.
     time.sleep(0.5)
-    server.update_weights()
+    updated = server.post("update_weights_from_disk", model_path=server.model).json()
+    assert updated["success"], updated
     scored = server.audited()
     server.post("continue_generation")
-    new, _ = server.generate(60, count=2)
+    new = server.generate(60, count=2)
     # A wait for the scheduler that the audit gives up takes ten seconds.
     assert time.monotonic() - start < 20
     # Responses of the old weights are not scored any more.
@@ -131,11 +106,8 @@ def test_pause_update_continue_answers_while_audits_are_queued(server: Server) -
 
 
 def test_a_flush_succeeds_while_requests_are_scored(server: Server) -> None:
-    names, _ = server.generate(400, count=4)
-    deadline = time.monotonic() + SECONDS
-    while not names & server.audited():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    names = server.generate(400, count=4)
+    wait_until(lambda: names & server.audited(), SECONDS)
     # The next one is being scored now. A flush fails at once while anything runs.
     server.post("flush_cache")
     assert not names <= server.audited()
@@ -145,7 +117,7 @@ def test_a_flush_succeeds_while_requests_are_scored(server: Server) -> None:
 
 def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
     # Enough requests that some are not yet scored when the memory is released, however late.
-    names, _ = server.generate(300, count=4)
+    names = server.generate(300, count=4)
     # The flush fails at once if anything runs, an audit for example.
     server.post("flush_cache")
     server.post("release_memory_occupation")
@@ -163,7 +135,7 @@ def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
 
 def test_a_server_that_stops_does_not_wait_for_the_audit(server: Server) -> None:
     """This is the last test of its server."""
-    names, _ = server.generate(400, count=4)
+    names = server.generate(400, count=4)
     port = int(server.url.rpartition(":")[2])
     [pid] = {
         each.pid

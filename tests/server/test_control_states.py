@@ -1,6 +1,7 @@
 """SGLang's control calls in states in which its scheduler would end: they say what is wrong."""
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 import torch
 from adapted_models import save_adapter, save_model_of_words
 from safetensors.torch import load_file, save_file
-from servers import running_requests
+from servers import running_requests, sparrow_metrics
 from waiting import wait_until
 
 from sparrow_sglang import push_adapter
@@ -114,22 +115,20 @@ def test_a_switch_that_waits_gives_up_when_it_shall(client: httpx.Client) -> Non
     assert client.get("/sparrow/schedule").json()["schedule"]["name"] == "fixed-64"
 
 
-def gauges(client: httpx.Client) -> list[str]:
-    lines = client.get("/metrics/").text.splitlines()
-    return [line for line in lines if line.startswith("sparrow:")]
-
-
 def test_measurements_of_a_former_schedule_are_not_shown(client: httpx.Client) -> None:
+    def metrics() -> dict[str, float]:
+        return sparrow_metrics(client.base_url)
+
     def shown() -> bool:
-        return any(line.startswith("sparrow:acceptance_tail") for line in gauges(client))
+        return any(name.startswith("sparrow:acceptance_tail") for name in metrics())
 
     # Requests are dropped while four others are recorded or wait for their score.
     wait_until(lambda: generated(client, 60) and shown())
     answer = client.post("/sparrow/schedule", json={"schedule": "fixed-96"})
     # Provenance of shipped schedules has 14 KB.
     assert answer.status_code == 200 and "provenance" not in answer.text
-    assert not shown() and not any("nan" in line.lower() for line in gauges(client))
-    assert any(line.startswith("sparrow:kv_budget_tokens") for line in gauges(client))
+    assert not shown() and not any(map(math.isnan, metrics().values()))
+    assert any(name.startswith("sparrow:kv_budget_tokens") for name in metrics())
     assert client.post("/sparrow/schedule", json={"schedule": "fixed-64"}).status_code == 200
 
 

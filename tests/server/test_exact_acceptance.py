@@ -21,19 +21,10 @@ SLOTS, STEPS = 6, 48
 
 
 @pytest.fixture(scope="module")
-def server_args(schedule_file) -> dict:
-    return {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": schedule_file,
-        "chunked_prefill_size": 64,
-    }
-
-
-@pytest.fixture(scope="module")
-def engine(sharp_llama, server_args):
+def engine(sharp_llama, chunked):
     with ExitStack() as stack:
         with recording(SLOTS, STEPS):
-            engine = stack.enter_context(start_engine(sharp_llama, **server_args))
+            engine = stack.enter_context(start_engine(sharp_llama, **chunked))
         yield engine
 
 
@@ -89,9 +80,7 @@ def test_answers_of_the_same_batch_hold_no_rates_of_others(engine) -> None:
     assert not {"sparrow_acceptance"} & (plain["meta_info"].keys() | last["meta_info"].keys())
 
 
-def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
-    sharp_llama, server_args
-) -> None:
+def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(sharp_llama, chunked) -> None:
     """Six requests of 60 + 100 tokens in a pool of 512: some are retracted and prefilled again."""
     sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
     prompts, lengths = [random_prompt(20 + i, 60) for i in range(6)], [100] * 6
@@ -99,7 +88,7 @@ def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(
     with (
         recording(SLOTS, 100),
         start_engine(
-            sharp_llama, max_total_tokens=512, schedule_conservativeness=0.1, **server_args
+            sharp_llama, max_total_tokens=512, schedule_conservativeness=0.1, **chunked
         ) as small,
     ):
         # Run twice, so that a slot holds states of an earlier generation.

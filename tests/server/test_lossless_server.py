@@ -9,7 +9,7 @@ import openai
 import pytest
 from adapted_models import save_model_of_words, token_ids, words
 from engines import random_prompt
-from servers import start_server
+from servers import sparrow_metrics, start_server
 
 PROMPT = words(random_prompt(0, 100))
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 40}
@@ -79,10 +79,9 @@ def test_drafts_are_counted(served: tuple[str, str]) -> None:
 
 
 def counters(url: str) -> tuple[float, float]:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
     drafts, accepted = (
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sparrow:{counter}"))
-        for counter in ("drafts_total", "accepted_drafts_total")
+        sum(value for name, value in sparrow_metrics(url).items() if name.startswith(counter))
+        for counter in ("sparrow:drafts_total", "sparrow:accepted_drafts_total")
     )
     return drafts, accepted
 

@@ -13,22 +13,10 @@ from sparrow_sglang.client.acceptance import score_dense
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.mismatch.exact_rates import response_logprobs
 
-# Small enough that most sequences below take several prefill chunks.
-CHUNK = 64
-
 
 @pytest.fixture(scope="module")
-def arguments(schedule_file) -> dict:
-    return {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": schedule_file,
-        "chunked_prefill_size": CHUNK,
-    }
-
-
-@pytest.fixture(scope="module")
-def engine(sharp_llama, arguments):
-    with start_engine(sharp_llama, **arguments) as engine:
+def engine(sharp_llama, chunked):
+    with start_engine(sharp_llama, **chunked) as engine:
         yield engine
 
 

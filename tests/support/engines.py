@@ -38,6 +38,13 @@ NEEDS_GEMMA3 = pytest.mark.skipif(
     reason="older SGLangs call the attention of Gemma 3 bidirectional, which is refused",
 )
 VOCAB_SIZE = 256
+# Ray's own limits are too short where something else keeps the cores busy.
+RAY_ENVIRONMENT = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+}
 NUM_LAYERS = 4
 SERVED_MODEL_FILES = (
     "gemma3_causal",

@@ -75,6 +75,13 @@ def _serve(http_server: Any, arguments: dict[str, Any]) -> None:
     http_server.launch_server(ServerArgs(**arguments))
 
 
+def sparrow_metrics(url: object) -> dict[str, float]:
+    """`name{labels}` -> value of this package's metrics."""
+    lines = httpx.get(f"{str(url).rstrip('/')}/metrics/", follow_redirects=True).text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("sparrow:")]
+    return {name: float(value) for name, value in pairs}
+
+
 def running_requests(client: httpx.Client) -> int:
     # Older versions have this route, and an error in the other one where metrics are on.
     answer = client.get("/get_load")

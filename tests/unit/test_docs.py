@@ -14,7 +14,6 @@ import pytest
 
 from sparrow_sglang.benchmarks import rollout, step
 from sparrow_sglang.commands import cli
-from sparrow_sglang.commands.report import steps_table
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.options import RequestOption
@@ -144,7 +143,7 @@ def test_speed_ups_of_lossless_decoding_are_those_of_the_results() -> None:
         if "lossless" in path.name or "coder" in path.name
         for row in json.loads(path.read_text())["rows"]
     ]
-    computed = [line.split() for line in steps_table(rows).splitlines()]
+    computed = [line.split() for line in step.steps_table(rows).splitlines()]
     rounds = [cells for cells in computed if cells[3:5] == ["drafts", "8"]]
     assert len(rounds) == 8
     for _, _, dense, _, _, ms, _, *gains in rounds:

@@ -30,18 +30,12 @@ def test_the_choice_is_the_cheapest_that_holds_with_all_above_it_and_never_falls
     chosen = choose(MeasuredTails(tails, BIN, 500), target, bins)
     highest = 0
     for i, choice in enumerate(chosen):
+        # With far too small a budget a model repeats itself, and both distributions agree on it.
         end = (i + 1) * BIN
         least = [b for b in budgets if all(lows[c][i] >= target for c in budgets if b <= c < end)]
         own = min([*least, end])
         highest = max(highest, own)
         assert (choice["needed_tokens"], choice["budget_tokens"]) == (own, highest)
-
-
-def test_a_budget_below_one_that_fails_is_not_taken() -> None:
-    """With far too small a budget a model repeats itself; both distributions agree on repeats."""
-    tails = {b: {4: tail(4, low)} for b, low in ((64, 0.99), (96, 0.3), (128, 0.7), (192, 0.85))}
-    choice = choose(MeasuredTails(tails, BIN, 500), 0.8, 5)[4]
-    assert (choice["budget_tokens"], choice["basis"]) == (192, "measured")
 
 
 def test_a_budget_whose_tail_has_no_lower_bound_is_passed_over() -> None:

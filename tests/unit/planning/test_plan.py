@@ -126,17 +126,3 @@ def test_an_fp8_cache_is_read_faster(plan: Plan) -> None:
     assert halved < 0.9 * whole
     large = ["--length", "32768", "--batch", "24", "--gpu", "h100"]
     assert "94 GB" in plan(*large) and "GB" not in plan(*large, "--kv-cache-dtype", "fp8_e4m3")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--acceptance", "1"], "--acceptance 1"),
-        (["--schedule", "qwen3-1.7b-0.87"], "is not known"),
-        (["--schedule", "fixed-100"], "budget_tokens"),
-        (["--length", "8", "60000"], "--length 60000"),
-    ],
-)
-def test_refuses_options_that_make_no_sense(plan: Plan, options: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan(*options)

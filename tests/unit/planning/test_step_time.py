@@ -1,6 +1,5 @@
 """Bytes of a step by hand and against loops; predicted times against measured ones."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from shapes import GROUPED, MODELS, qwen
 
+from sparrow_sglang.benchmarks.step import model_shape
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import (
@@ -19,8 +19,10 @@ from sparrow_sglang.planning.step_time import (
     fp8_pays,
     lossless_ms,
     step_bytes,
+    step_terms,
     step_time,
 )
+from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 ROOT = Path(__file__).parents[3]
@@ -28,11 +30,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def measured_rows() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    spec = importlib.util.spec_from_file_location("fit", ROOT / "tools" / "fit_step_times.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield from module.rows_of(constants()["fitted_to"])
+    """Rows that the constants were fitted to, and the terms of each; without those whose schedule
+    was removed with its selection rule."""
+    for file in constants()["fitted_to"]:
+        content = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        for row in content["rows"]:
+            spec = row["schedule"] or ""
+            path = ROOT / spec
+            if spec.endswith(".json") and not path.exists():
+                continue
+            shape = model_shape(row["model"], row.get("kv_cache_dtype") or "auto")
+            schedule = load_schedule(str(path) if path.is_file() else spec, 16) if spec else None
+            size = row["batch"], row["cached_tokens"] // row["batch"]
+            yield row, step_terms(shape, Path(file).parent.name, *size, schedule)
 
 
 class TestTimes:
@@ -91,9 +101,9 @@ class TestBytes:
         assert moved.weights == 2 * 1616
         assert moved.kv == 8 * 2 * 16 * 152
         assert moved.landmarks == 8 * 16 * 4
-        assert (moved.read, moved.scored, moved.sparse) == (76, 4, 1)
+        assert (moved.read, moved.scored) == (76, 4)
         dense = step_bytes(GROUPED, 2, 100)
-        assert dense.kv == 2 * 16 * 2 * 200 and dense.landmarks == dense.sparse == 0
+        assert dense.kv == 2 * 16 * 2 * 200 and dense.landmarks == 0
 
     def test_one_step_with_sliding_windows_by_hand(self) -> None:
         # Three layers; layers 0 and 2 read at most 24 tokens.

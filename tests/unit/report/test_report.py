@@ -19,6 +19,7 @@ from sparrow_sglang.calibration import measure
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.report.compare import compare
+from sparrow_sglang.report.page import shades
 from sparrow_sglang.report.sources import find_sources
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import TrainConfig
@@ -140,38 +141,31 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 class Page(HTMLParser):
-    """Tables and charts by title, facts, and kinds of sections of a page."""
+    """Tables by title, series of each chart, facts, and kinds of sections of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.html = html
         self.tables: dict[str, list[list[str]]] = {}
-        self.charts: dict[str, list[tuple[str, dict[str, str | None]]]] = {}
+        self.charts: dict[str, int] = {}
         self.facts: dict[str, str] = {}
         self.sections: list[str] = []
-        self._text = self._title = self._fact = ""
-        self._chart: list[tuple[str, dict[str, str | None]]] | None = None
+        self._text = self._title = self._fact = self._chart = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._text = ""
-        if tag == "svg":
-            self._chart = []
-        elif self._chart is not None:
-            self._chart.append((tag, dict(attrs)))
+        if "-series-" in (dict(attrs).get("id") or ""):
+            self.charts[self._chart] += 1
         elif tag == "tr":
             self.tables[self._title].append([])
         elif tag == "section":
             self.sections.append(dict(attrs)["data-kind"] or "")
 
-    handle_startendtag = handle_starttag
-
     def handle_endtag(self, tag: str) -> None:
-        if self._chart is not None:
-            if tag == "title":
-                self.charts[self._text] = self._chart
-            elif tag == "svg":
-                self._chart = None
+        if tag == "title":
+            self._chart = self._text
+            self.charts[self._chart] = 0
         elif tag == "summary":
             self._title = self._text
             self.tables[self._title] = []
@@ -239,27 +233,14 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
         rate = row.get("eval/pass_rate")
         assert cells["pass rate"] == ("–" if rate is None else f"{rate:.3g}")
     assert (shown[-1]["reward"], shown[-1]["pass rate"]) == ("–", "0.75")
-    assert (page.facts["steps"], page.facts["schedule"]) == (f"{STEPS} of {STEPS}", SCHEDULE)
-    assert dict(page.tables["Configuration"])["rollout.max_new_tokens"] == "3000"
+    assert page.facts["steps"] == f"{STEPS} of {STEPS}"
+    configuration = dict(page.tables["Configuration"])
+    assert configuration["rollout.max_new_tokens"] == "3000"
+    assert configuration["engine.schedule"] == SCHEDULE
     assert dict(page.tables["Versions from step 0 on"])["sglang"] == version("sglang")
     assert {"Reward", "Entropy", "Tail by position", "KV tokens per generated token"} <= set(
         page.charts
     )
-
-
-def legend(chart: list[tuple[str, dict[str, str | None]]]) -> set[str | None]:
-    """Colours of a chart's series."""
-    groups = [i for i, (_, attrs) in enumerate(chart) if "-series-" in (attrs.get("id") or "")]
-    styles = [
-        next(
-            attrs["style"] or ""
-            for tag, attrs in chart[i:]
-            if tag in ("path", "use") and "style" in attrs
-        )
-        for i in groups
-    ]
-    assert len(set(styles)) == len(groups)
-    return set(styles)
 
 
 def test_series_have_colours_of_their_own_and_zeros_and_rounding_are_no_series(
@@ -273,9 +254,10 @@ def test_series_have_colours_of_their_own_and_zeros_and_rounding_are_no_series(
     lines = [json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(metrics)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     page = report(tmp_path, tmp_path / "r.html")
-    assert len(legend(page.charts["Tail by position"])) == 20
+    assert page.charts["Tail by position"] == 20
     # Sync, rollout, reward, update and the rest.
-    assert len(legend(page.charts["Where the time of a step goes"])) == 5
+    assert page.charts["Where the time of a step goes"] == 5
+    assert len({tuple(colour) for colour in shades(20)}) == 20
     assert "mismatch" not in page.html and "KL that DistillSparse lowers" not in page.html
     # The axis ends at 0.0001, so that rounding lies on it.
     assert ">0.0001<" in page.html and "e-11<" not in page.html
@@ -299,7 +281,7 @@ def test_a_calibration_says_what_its_schedules_say(
         shown = page.records(f"Bins of m-{target}")
         assert [value(row["budget"]) for row in shown] == list(schedule.budget_tokens)
         assert [row["basis"] for row in shown] == [row["basis"] for row in bins]
-    assert len(page.charts["KV budget by length"]) > 20
+    assert page.charts["KV budget by length"] == len(TARGETS)
     assert dict(page.tables["Configuration"])["num_prompts"] == "37"
 
 
@@ -380,19 +362,6 @@ def test_runs_within_the_folder_of_a_run_are_found(run: Path, tmp_path: Path) ->
     for inside in (".", "again", "checkpoints/step-000001"):
         shutil.copytree(run, tmp_path / inside, dirs_exist_ok=True)
     assert find_sources([tmp_path]).runs == [tmp_path, tmp_path / "again"]
-
-
-def test_what_a_calibration_works_with_is_no_result(tmp_path: Path) -> None:
-    (tmp_path / "m.calibration" / "pairs").mkdir(parents=True)
-    BudgetSchedule.fixed(64).save(tmp_path / "m.json")
-    for folder in (tmp_path / "m.calibration", tmp_path / "m.calibration" / "pairs"):
-        (folder / "settings.json").write_text("{}")
-        (folder / "batch-00000000.parquet").touch()
-        BudgetSchedule.fixed(64).save(folder / "rule.json")
-    assert list(find_sources([tmp_path]).schedules) == [tmp_path / "m.json"]
-    # Other programs have files of that name, too.
-    (tmp_path / "settings.json").write_text("{}")
-    assert list(find_sources([tmp_path]).schedules) == [tmp_path / "m.json"]
 
 
 # -- damaged files and wrong input

@@ -1,23 +1,28 @@
 """Budget schedules: the arithmetic against a loop, the shipped files, and every refusal."""
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from contract import budget_pages
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.schedules.names import (
     known_schedules,
     load_schedule,
     schedule_for_model,
     schedule_spec,
 )
+from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
+from sparrow_sglang.schedules.selection import RULES
 
 VALID: dict[str, Any] = {
     "name": "mine",
@@ -42,31 +47,29 @@ def schedules(draw: st.DrawFn) -> BudgetSchedule:
         sink_pages=sinks,
         recent_pages=recent,
         dense_tokens=page * draw(st.integers(0, 20)),
+        selection=draw(st.sampled_from(RULES)),
     )
 
 
-def oracle(schedule: BudgetSchedule, seq_len: int) -> tuple[int, int]:
-    """(budget in tokens, pages read), by counting pages and bins one at a time."""
-    pages, held = 0, 0
-    while held < seq_len:
-        pages += 1
-        held += schedule.page_size
-    bin_index, edge = 0, schedule.bin_tokens
-    while bin_index + 1 < len(schedule.budget_tokens) and pages * schedule.page_size >= edge:
-        bin_index += 1
-        edge += schedule.bin_tokens
-    budget = schedule.budget_tokens[bin_index]
-    whole = pages * schedule.page_size
-    return budget, pages if whole <= max(budget, schedule.dense_tokens) else budget // (
-        schedule.page_size
-    )
+EXTRA_PAGES = st.none() | st.integers(0, 9)
 
 
-def pages_read(schedule: BudgetSchedule, seq_len: int) -> int:
-    """Pages of the tokens read; all that is left out must be whole pages."""
-    read = int(schedule.tokens_read(seq_len))
-    assert (seq_len - read) % schedule.page_size == 0
-    return schedule.num_pages(read)
+def cap_of(schedule: BudgetSchedule, extra_pages: int | None) -> int | None:
+    """A request's budget in tokens, of so many pages more than the least."""
+    if extra_pages is None:
+        return None
+    return (schedule.least_pages + extra_pages) * schedule.page_size
+
+
+def tokens_read(schedule: BudgetSchedule, seq_len: int, cap: int | None) -> int:
+    """All but the pages left out, which are whole."""
+    page, pages = schedule.page_size, -(-seq_len // schedule.page_size)
+    budget = budget_pages(seq_len, page, schedule.bin_tokens, list(schedule.budget_tokens))
+    if cap is not None:
+        budget = min(budget, cap // page)
+    elif pages * page <= schedule.dense_tokens:
+        budget = pages
+    return seq_len - max(0, pages - budget) * page
 
 
 def edge_lengths(schedule: BudgetSchedule) -> list[int]:
@@ -76,24 +79,24 @@ def edge_lengths(schedule: BudgetSchedule) -> list[int]:
     return sorted({edge + side for edge in edges for side in (-1, 0, 1) if edge + side > 0})
 
 
-@given(schedules())
-def test_answers_equal_the_loop_at_every_edge(schedule: BudgetSchedule) -> None:
-    for seq_len in edge_lengths(schedule):
-        budget, pages = oracle(schedule, seq_len)
-        assert schedule.budget_at(seq_len) == budget, seq_len
-        assert pages_read(schedule, seq_len) == pages, seq_len
-    lengths = np.array(edge_lengths(schedule))
-    assert schedule.tokens_read(lengths).tolist() == [schedule.tokens_read(n) for n in lengths]
+@given(schedules(), EXTRA_PAGES)
+def test_answers_equal_the_loop_at_every_edge(schedule: BudgetSchedule, extra: int | None) -> None:
+    lengths, cap = edge_lengths(schedule), cap_of(schedule, extra)
+    expected = [tokens_read(schedule, n, cap) for n in lengths]
+    assert schedule.tokens_read(lengths, cap).tolist() == expected
+    assert [schedule.tokens_read(n, cap) for n in lengths] == expected
+    for n in lengths:
+        pages = budget_pages(n, schedule.page_size, schedule.bin_tokens, [*schedule.budget_tokens])
+        assert schedule.budget_at(n) == pages * schedule.page_size
 
 
-@given(schedules())
+@given(schedules(), EXTRA_PAGES)
 def test_first_sparse_length_is_the_first_at_which_a_page_is_left_out(
-    schedule: BudgetSchedule,
+    schedule: BudgetSchedule, extra: int | None
 ) -> None:
-    seq_len = 1
-    while oracle(schedule, seq_len)[1] * schedule.page_size >= seq_len:
-        seq_len += 1
-    assert schedule.first_sparse_length() == seq_len
+    cap = cap_of(schedule, extra)
+    first = next(n for n in itertools.count(1) if tokens_read(schedule, n, cap) < n)
+    assert RequestOption(schedule, cap).first_sparse_length() == first
 
 
 @given(schedules())
@@ -104,6 +107,23 @@ def test_save_and_load_give_back_an_equal_schedule(schedule: BudgetSchedule) -> 
         schedule.save(path)
         assert BudgetSchedule.from_json(path) == schedule
         assert [entry.name for entry in Path(folder).iterdir()] == ["drawn.json"]
+
+
+def test_the_device_counts_pages_as_the_schedule_does_for_every_cap() -> None:
+    first = BudgetSchedule(**VALID)
+    dense_below = BudgetSchedule(**VALID | {"name": "below", "dense_tokens": 160})
+    budgets = BudgetTable(first, 4, "cpu")
+    pages = torch.arange(1, 60, dtype=torch.int32)
+    for schedule in (first, dense_below, first.as_fixed(96), first.as_dense()):
+        schedule.require_switch_from(first)
+        budgets.load(schedule)
+        options = [(schedule, None), (schedule, 80), (None, None), (schedule, 48)]
+        budgets.set_options(range(4), [RequestOption(*each) for each in options])
+        for row, (asked, cap) in enumerate(options):
+            counted = budgets.num_selected(pages, torch.full_like(pages, row))
+            expected = pages if asked is None else schedule.pages_read(pages.numpy(), cap)
+            assert counted.dtype == pages.dtype
+            assert counted.tolist() == expected.tolist()
 
 
 # -- the shipped files
@@ -121,24 +141,6 @@ def test_the_twenty_published_schedules_and_the_embedded_models_ship() -> None:
     assert set(names) > {f"gemma3-270m-{target}" for target in ("0.75", "0.86")}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_embedded_models_calibrated_rule_fits_it(target: str) -> None:
-    schedule = load_schedule(f"smollm2-135m-int4-{target}", 16)
-    assert schedule.describe_calibration(SMOLLM2) == "calibrated"
-    assert schedule.for_model(SMOLLM2) == schedule
-
-
-# Tokens per bin, and number of bins.
-BINS = {
-    "qwen3": (2000, 20),
-    "smollm2": (512, 16),
-    "smollm2-int4": (1024, 8),
-    "gemma3": (1024, 8),
-    "qwen2.5": (2000, 17),
-    "qwen2.5-int4": (2000, 17),
-}
-
-
 @pytest.mark.parametrize("name", known_schedules())
 def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
     schedule = load_schedule(name, 16)
@@ -151,8 +153,6 @@ def test_shipped_file_loads_and_says_where_it_is_from(name: str) -> None:
     assert schedule.selection == ("int4" if int4 else "published")
     assert schedule.dense_layers == (() if int4 else (0, 1))
     assert schedule.calibrated and name.endswith(f"-{schedule.tail_target:.2f}")
-    family = name.partition("-")[0] + ("-int4" if int4 else "")
-    assert (schedule.bin_tokens, len(schedule.budget_tokens)) == BINS[family]
 
 
 # Top-k pages as the release prints them; three pages are reserved beside them.
@@ -242,14 +242,6 @@ def test_a_model_whose_schedule_has_another_page_size_is_refused() -> None:
         schedule_for_model(QWEN3_4B, 32)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_fixed_schedules_have_one_budget_at_every_length(page_size: int) -> None:
-    schedule = load_schedule("fixed-1024", page_size)
-    assert schedule.page_size == page_size and not schedule.calibrated
-    assert {schedule.budget_at(n) for n in (1, 1024, 1025, 99_999)} == {1024}
-    assert schedule.first_sparse_length() == 1025
-
-
 @pytest.mark.parametrize(
     ("spec", "page_size", "message"),
     [
@@ -290,6 +282,7 @@ def test_an_own_file_is_loaded_by_path_with_the_defaults(tmp_path: Path) -> None
     assert schedule.budget_tokens == (48, 64, 64, 128)
     assert (schedule.sink_pages, schedule.recent_pages, schedule.dense_layers) == (1, 2, (0, 1))
     assert not schedule.calibrated and schedule.model is None
+    assert schedule.selection == "published"
 
 
 REFUSED_FIELDS = [
@@ -311,6 +304,8 @@ REFUSED_FIELDS = [
     {"dense_tokens": -16},
     {"model_match": {"hidden_size": 1.5}},
     {"budget_token": [48]},
+    {"selection": "int8"},
+    {"selection": {"landmark_bits": 4}},
 ]
 
 
