@@ -3,7 +3,7 @@ training loops other than ours. Prefill is dense, so a request that prefills pro
 gives the dense log-probs. Exact rates, and their tails, come from the server's own audit."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from sparrow_sglang.mismatch.acceptance import SampledMean, mean_acceptance_from
 from sparrow_sglang.mismatch.exact_rates import response_logprobs
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+
+BATCH_TOKENS = 65536
+"""Sequences are sent in batches of up to this many tokens, to bound the server's queue."""
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
@@ -46,22 +49,39 @@ def score_dense(
             raise ValueError(f"sequences[{index}]: expected a prompt and a response, neither empty")
     endpoint = connect(target, api_key)
     namespace = f"sparrow-dense-{uuid.uuid4().hex}"
-    requests = [
-        {
-            "input_ids": [int(token) for token in (*prompt, *response)],
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": len(prompt) - 1,
-            "extra_key": namespace,
-            "lora_path": lora_path,
-            "log_metrics": False,
-        }
-        for prompt, response in sequences
-    ]
-    return [
-        DenseScores(response_logprobs(answer, response))
-        for answer, (_, response) in zip(endpoint.generate(requests), sequences, strict=True)
-    ]
+    scores = []
+    for batch in _batches(sequences):
+        answers = endpoint.generate(
+            [
+                {
+                    "input_ids": [int(token) for token in (*prompt, *response)],
+                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": len(prompt) - 1,
+                    "extra_key": namespace,
+                    "lora_path": lora_path,
+                    "log_metrics": False,
+                }
+                for prompt, response in batch
+            ]
+        )
+        scores += [
+            DenseScores(response_logprobs(answer, response))
+            for answer, (_, response) in zip(answers, batch, strict=True)
+        ]
+    return scores
+
+
+def _batches(sequences: Sequences) -> Iterator[Sequences]:
+    start = tokens = 0
+    for index, (prompt, response) in enumerate(sequences):
+        length = len(prompt) + len(response)
+        if index > start and tokens + length > BATCH_TOKENS:
+            yield sequences[start:index]
+            start, tokens = index, 0
+        tokens += length
+    if start < len(sequences):
+        yield sequences[start:]
 
 
 @dataclass(frozen=True)
