@@ -200,7 +200,7 @@ def run_side(model: Model, side: Side, options: Any) -> None:
     defaults = engine_defaults(model, side, requests, torch.cuda.is_available())
     arguments = defaults | engine_arguments(options.engine_args)
     rate = None if model.has_weights else options.acceptance_rate
-    with running(side, arguments, rate, always_draft=False) as (engine, served):
+    with running(side, arguments, rate, options.always_draft) as (engine, served):
         replay(engine, make_requests([32] * GROUP, [requests[-1].prompt[::-1]]))
         before = _drafts_judged() if side.drafts else ()
         measured = replay(engine, requests)
@@ -209,6 +209,7 @@ def run_side(model: Model, side: Side, options: Any) -> None:
     if side.drafts:
         proposed, accepted = (now - then for now, then in zip(judged, before, strict=True))
         row |= {"drafts": side.drafts, "draft_weights": side.weights}
+        row |= {"always_draft": options.always_draft}
         row["acceptance_rate"] = accepted / proposed if proposed else None
     add_row(options.out, row)
     name = " ".join(filter(None, (served, side.schedule, side.weights)))
@@ -293,6 +294,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=count, default=256, help="tokens per prompt")
     add("--seed", type=int, default=0, help="seed of prompts and order")
     add_draft_options(parser, several=False)
+    add(
+        "--always-draft",
+        action="store_true",
+        help="draft K tokens in each round, also where fewer are faster",
+    )
     add_engine_arguments(parser)
     return parser
 
