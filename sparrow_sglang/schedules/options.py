@@ -175,6 +175,8 @@ def request_state(request: Any) -> RequestState:
 def _problem(key: Any, value: Any, active: BudgetSchedule) -> str | None:
     if key in ("dense", "report"):
         return None if isinstance(value, bool) else "expected true or false"
+    if key == "schedule":
+        return "expected none: requests share the server's schedule, which set_schedule switches"
     if key != "kv_budget_tokens":
         return f"unknown: expected {_ALLOWED}"
     page_size = active.page_size

@@ -6,7 +6,9 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -223,6 +225,33 @@ class Live:
         answer = self._post("/generate", {"input_ids": [5] * 120, "sampling_params": parameters})
         assert answer.json()["meta_info"]["completion_tokens"] == 3
 
+    @contextmanager
+    def others(self) -> Iterator[list[str]]:
+        """Two clients generate within this context; what is wrong with their answers."""
+        problems: list[str] = []
+        is_over = Event()
+
+        def generate() -> None:
+            sampling = {"max_new_tokens": 40, "ignore_eos": True}
+            while not is_over.is_set():
+                answer = self._post(
+                    "/generate", {"input_ids": [7] * 90, "sampling_params": sampling}
+                )
+                if answer.status_code != 200:
+                    problems.append(answer.text[:300])
+                elif answer.json()["meta_info"]["completion_tokens"] != 40:
+                    problems.append(str(answer.json()["meta_info"]))
+
+        threads = [Thread(target=generate) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield problems
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+
     def _post(self, route: str, body: Any) -> httpx.Response:
         kind = {"content-type": "application/json"}
         return self.http.post(route, content=json.dumps(body).encode(), headers=kind)
@@ -256,5 +285,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def test_a_live_server(live: Live) -> None:
     values = st.sampled_from(JSON_VALUES) | odd_values
     changes = st.lists(st.tuples(st.sampled_from(FIELD_PATHS), values), min_size=1, max_size=2)
-    fuzz(0.03, changes)(live.require_answer)()
+    with live.others() as problems:
+        fuzz(0.03, changes)(live.require_answer)()
+    assert problems == []
     assert live.http.get("/health_generate").status_code == 200

@@ -10,6 +10,7 @@ FIELD = 'custom_params["sparrow"]'
 REFUSED = [
     ({"dense": 1}, "['dense']=1: expected true or false"),
     ({"dense": True, "kv_budget_tokens": 64}, ": expected one of dense and kv_budget_tokens"),
+    ({"schedule": "b"}, "['schedule']='b': expected none"),
     ({"kv_budget_tokens": 32}, "['kv_budget_tokens']=32: expected 48 tokens"),
     ({"kv_budget_tokens": 100}, "=100: expected a multiple of the page size, 16"),
     ({"kv_budget_tokens": True}, "=True: expected a whole number of tokens, a multiple of 16"),
