@@ -86,6 +86,8 @@ def path_problem(model: str) -> str | None:
         what = "the folder has no config.json"
     elif model.startswith(("/", "./", "../", "~")) and not os.path.exists(folder):
         what = "no such folder"
+    elif os.path.isfile(folder) and folder.suffix != ".gguf":
+        what = "it is a file"
     else:
         return None
     return f"{what}{relative_note(model)}{_EXPECTED_MODEL}"

@@ -47,6 +47,8 @@ def first_problem(error: ValidationError, model: type[BaseModel], prefix: str = 
 def _in_toml_terms(message: str) -> str:
     message = message.removeprefix("Value error, ").partition(" or instance of ")[0]
     message = message.replace("valid tuple", "valid array").replace("dictionary", "table")
+    if message.startswith("Input is not a valid path"):
+        return "expected a path in quotes"
     return message.replace("Tuple should", "Value should")
 
 

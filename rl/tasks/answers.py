@@ -9,11 +9,14 @@ THINKING_MARK = re.compile(r"</?think(?:ing)?>")
 _END_OF_THINKING = re.compile(r"</think(?:ing)?>")
 _THINKING = re.compile(r"<think(?:ing)?>")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 # What may separate boxes that form one answer, as in "$\boxed{1}$ and $\boxed{2}$".
 _GAP = r"(?:[\s$]|\\q?quad\b|\\[()])*"
 _NOTHING = re.compile(_GAP)
-_TOGETHER = re.compile(rf"{_GAP}(?:,|;|,?\s*\b(?:and|or)\b|\\text\{{\s*(?:and|or)\s*\}}){_GAP}")
+_TOGETHER = re.compile(
+    rf"{_GAP}(?:,|;|,?\s*\b(?:and|or)\b|\\text\{{\s*(?:and|or)\s*\}}){_GAP}"
+    r"(?:[a-zA-Z](?:_\w|_\{\w+\})?\s*=\s*)?"
+)
 # An opening fence, also in a list, with its label.
 _FENCE = re.compile(
     r"^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE

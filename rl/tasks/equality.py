@@ -3,83 +3,27 @@ answer is one value, evaluated, of the kind of the expected one."""
 
 import re
 from functools import lru_cache
+from typing import Any
 
 from sparrow_sglang.rl.tasks.answers import last_box
 from sparrow_sglang.rl.tasks.expressions import (
     INEQUALITY,
     is_operator,
     is_reduced,
+    is_rounded,
     parsed,
     plain_numbers,
     verified,
 )
+from sparrow_sglang.rl.tasks.notation import cleaned, flat, printed
 
 MAX_CHARACTERS = 2000
 
-_CHARACTERS = str.maketrans(
-    dict(zip("\u2212\u2013\uff05\u2009\u202f\u00a0~", "--%    ", strict=True))
-    | dict.fromkeys("\u00b0\u20ac\u00a3", "")
-    | {";": ", "}
-    | dict.fromkeys("\u00d7\u00b7\u22c5\u2217", "*")
-    | {"\u00f7": "/", "\u2248": "=", "\u03c0": r"\pi ", "\u221e": r"\infty "}
-    | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u221a": r"\sqrt "}
-    | {"\u2260": r"\ne ", "\u2208": r"\in ", "\u211d": r"\mathbb{R}"}
-    | {"\u00b2": "^2", "\u00b3": "^3", "\u00bd": r"\frac{1}{2}"}
-)
-_ROW = "\u00a6"
-# In this order.
-_SIMPLER = {
-    re.compile(pattern): replacement
-    for pattern, replacement in {
-        r"\\\\ *(?:\[[^\]]*\])?|\\cr(?![a-z])": _ROW,
-        r"\{smallmatrix\}": "{pmatrix}",
-        r"\\(?:text\w*|math(?:rm|bf|it|sf)|[mh]box|operatorname|underline|bm|boldsymbol)"
-        r" *\{([^{}]*)\}": r" \1 ",
-        r"\\mathbb *R": r"\\mathbb{R}",
-        r"\\left *\\\{ *\\begin\{array\} *\{\w*\}(.*?)\\end\{array\} *\\right *\.": r" \1 ",
-        r"\\(?:begin|end)\{(?:cases|aligned?|gathered|split)\}": " ",
-        r"\\begin\{array\} *\{[^{}]*\}": r"\\begin{pmatrix}",
-        r"\\end\{array\}": r"\\end{pmatrix}",
-        rf"{_ROW} *(?=\\end)": "",
-        r"\\[dtc]frac(?![a-z])": r"\\frac",
-        r"\\frac *(\d) *(\d)": r"\\frac{\1}{\2}",
-        r"\\frac *(\d) *\{": r"\\frac{\1}{",
-        r"\\frac *(\{[^{}]*\}) *(\d)": r"\\frac\1{\2}",
-        r"\\([lgn])eq?(?:slant)?(?![a-z])": r"\\\1e",
-        r"\\(?:approx|simeq|equiv)(?![a-z])|(?<!\\)&(?= *=)": "=",
-        r"<=": r"\\le ",
-        r">=": r"\\ge ",
-        r"==+": "=",
-        r"\^ *(?:\\circ|\{ *\\circ *\}) *(?:[CF]\b)?": "",
-        r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-z])|\\! *|\\[()\[\]]|\\?\$": "",
-        r"\\varnothing(?![a-z])": r"\\emptyset",
-        r"\\%": "%",
-        r"\*\*": "^",
-        r"\\(?:times|cdot|ast)(?![a-z])": "*",
-        r"\\div(?![a-z])": "/",
-        r"\{([,:])\}": r"\1",
-        r"\\q?quad\b": ",",
-        r"\\[,;:> ]": " ",
-        r"\s+": " ",
-        r"(?<=\d) (?=\d{3}(?![\d/]))": "",
-        r"\( ?(\w) ?, ?(\w) ?\) ?= ?\(([^(),]*),([^(),]*)\)": r"\1=\3, \2=\4",
-        # Thousands; with a space after the comma, or in brackets, numbers are a list.
-        r"(?<![\d.,(\[{])(\d{1,3}),(\d{3})(?:,(\d{3}))?(?:,(\d{3}))?(?![\d,])": r"\1\2\3\4",
-        r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?!\w)": r"\1*10^{\2}",
-        r"(?<![\d.^_/])(\d+) (\d+)/(\d+)": r"\1\\frac{\2}{\3}",
-        r"(?<=\d) ?[aA]\.? ?[mM]\b\.?": " am",
-        r"(?<=\d) ?[pP]\.? ?[mM]\b\.?": " pm",
-        r"(?:square|sq\.?) (\w+)": r"\1^2",
-        r"cubic (\w+)": r"\1^3",
-        r"\](?=[^\[\]()]*,[^\[\]()]*[\[\])])": "(",
-        r"(?<=[(\[])([^\[\]()]*,[^\[\]()]*)\[": r"\1)",
-    }.items()
-}
 _LETTER = re.compile(r"\(?([A-Z])\)?[.:]?")
 _CHOICE = re.compile(r"(?:(?:option|choice|answer) *)?(?:\( *([A-Z]) *\)|([A-Z])(?:[.:)]|$))", re.I)
 # "A" may be an article.
 _OTHER_CHOICE = re.compile(r"(?<![\w\\])(?!A [a-z])[A-H](?!\w)")
-_WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
 _NAME = re.compile(
     r"\|?[A-Za-z]+\|?|\\(?:[a-z]+|(?:angle|triangle) *[A-Z]+)|[A-Za-z]\([^()=]*\)"
     r"|\\?[A-Za-z]+_(?:\w|\{[^{}]*\})|\( *[a-z](?: *, *[a-z])+ *\)"
@@ -109,6 +53,8 @@ _NUMERAL = re.compile(
 _BETWEEN = re.compile(
     r"[,&<>=]|\\\\|\\(?:le|ge|ne|in|cup|pm)(?![a-z])|\\(?:begin|end) *\{\w+\}|\b(?:or|and)\b"
 )
+_TIME = re.compile(r"0?(\d{1,2})(?: ?: ?(\d\d))?(?: (am|pm))?")
+_ROUNDED = re.compile(r"(.*\S) *\\approx *(-?\d+(?:\.\d+)?)")
 _FORM = re.compile(r"\b(?:factori[sz]e|factored|expand(?:ed)?|factor(?! of| by))\b", re.IGNORECASE)
 
 
@@ -118,11 +64,19 @@ def equal(expected: str, given: str, question: str = "") -> bool:
     so."""
     # Expected answers may be whole solutions.
     box = last_box(expected)
-    gold, answer = _cleaned(box[0] if box else expected), _cleaned(given)
+    gold, answer = cleaned(box[0] if box else expected), cleaned(given)
     if not gold or not answer or max(len(gold), len(answer)) > MAX_CHARACTERS:
         return False
-    if _flat(gold) == _flat(answer):
+    if flat(gold) == flat(answer):
         return True
+    if rounded := _ROUNDED.fullmatch(answer):
+        exact, decimal = rounded.groups()
+        if is_rounded(exact.rpartition("=")[2], decimal):
+            sides = (exact, decimal) if "." in gold else (exact,)
+            return any(equal(expected, side, question) for side in sides)
+    gold, answer = (text.replace(r"\approx", "=") for text in (gold, answer))
+    if (time := _TIME.fullmatch(gold)) and (time[3] or time[2] == "00"):
+        return _same_time(time, _TIME.fullmatch(answer))
     if not _is_text(gold):
         gold, answer = _without_names(gold, answer)
     if not answer or _is_text(gold):
@@ -151,27 +105,12 @@ def equal(expected: str, given: str, question: str = "") -> bool:
     )
 
 
-def _cleaned(text: str) -> str:
-    text = text.translate(_CHARACTERS)
-    for pattern, replacement in _SIMPLER.items():
-        text = pattern.sub(replacement, text)
-    text = text.replace(_ROW, r"\\ " if "matrix}" in text else ",")
-    return text.strip(" ,=").rstrip(".").strip()
-
-
-def _flat(text: str) -> str:
-    """The text without differences that change nothing in print."""
-    return re.sub(r"(?<!\d)\s|\s(?!\d)", "", _printed(text))
-
-
-def _printed(text: str) -> str:
-    text = re.sub(r"\\frac\{(\d+|\w)\}\{(\d+|\w)\}", r"\1/\2", text)
-    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
-
-
 def _is_text(gold: str) -> bool:
     return bool(
-        _LETTER.fullmatch(gold) or _WORDS.fullmatch(gold) and (len(gold) > 2 or gold.isupper())
+        _LETTER.fullmatch(gold)
+        or gold.casefold() == "no"
+        or _WORDS.fullmatch(gold)
+        and (len(gold) > 2 or gold.isupper())
     )
 
 
@@ -183,6 +122,13 @@ def _same_text(gold: str, answer: str) -> bool:
         return (choice[1] or choice[2]) == letter[1]
     one, other = (re.sub(r"[^\w+-]+", " ", text).casefold().strip() for text in (gold, answer))
     return one == other
+
+
+def _same_time(gold: re.Match[str], answer: re.Match[str] | None) -> bool:
+    """Whether hours and minutes are the same, and halves of the day if both have one."""
+    if answer is None or gold[1] != answer[1] or (gold[2] or "00") != (answer[2] or "00"):
+        return False
+    return gold[3] == answer[3] or not (gold[3] and answer[3])
 
 
 def _without_names(gold: str, answer: str) -> tuple[str, str]:
@@ -254,17 +200,23 @@ def _is_copied(answer: str, question: str) -> bool:
     """Whether the question shows this answer, which is more than a number."""
     if not question or not re.search(r"[A-Za-z+*/^!]|(?<=\w) *-", answer):
         return False
-    symbols = map(re.escape, re.findall(r"\\?[A-Za-z]+|\d+|\S", _flat(answer)))
-    shown = _printed(_cleaned(question))
+    symbols = map(re.escape, re.findall(r"\\?[A-Za-z]+|\d+|\S", flat(answer)))
+    shown = printed(cleaned(question))
     return bool(re.search(rf"(?<![\w.^_]){' ?'.join(symbols)}(?![\w^_]|\.\d)", shown))
 
 
 def _is_evaluated(gold: str, answer: str) -> bool:
     """Whether the answer leaves nothing to compute that the expected one does not."""
+    if not _free_symbols(answer) <= _free_symbols(gold):
+        return False
     if not _is_simple(gold):
         return not any(map(is_operator, parsed(answer))) or any(map(is_operator, parsed(gold)))
     whole = not re.search(r"[a-zA-Z./%]", re.sub(r"\\(?:begin|end) *\{\w+\}", "", gold))
     return not (whole and re.search(r"/|\\frac", answer)) and _is_simple(answer)
+
+
+def _free_symbols(text: str) -> set[Any]:
+    return {symbol for value in parsed(text) for symbol in getattr(value, "free_symbols", ())}
 
 
 def _is_simple(text: str) -> bool:

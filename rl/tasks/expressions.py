@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from decimal import Decimal
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 # Largest numbers that are evaluated, in bits, and largest powers of sums that are expanded.
@@ -16,7 +16,8 @@ LIMIT_S = 5
 
 INEQUALITY = re.compile(r"[<>]|\\[lgn]e(?![a-z])")
 _SCIENTIFIC = re.compile(
-    r"(?<![\w.^}*)])(?:(\d+\.?\d*|\.\d+) *\* *)?10 *\^ *(?:(\d)|\{ *(-?\d{1,3}) *\})(?! *[\d!^*/])"
+    r"(?<![\w.^}*)])(?:(\d+\.?\d*|\.\d+) *\* *)?10 *\^ *"
+    r"(?:(-?\d{1,3})|\{ *(-?\d{1,3}) *\})(?! *[\d!^*/])"
 )
 _MIXED = re.compile(r"(?<![\d.^_/])(\d+) ?\\frac *\{ *(\d+) *\} *\{ *(\d+) *\}")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline *\{ *(\d+) *\}")
@@ -111,6 +112,14 @@ def _zero_of(equation: Any) -> Any:
     import sympy
 
     return sympy.fraction(sympy.together(equation.lhs - equation.rhs))[0]
+
+
+def is_rounded(exact: str, decimal: str) -> bool:
+    """Whether a decimal has the first digits of a number, or is the number rounded to them."""
+    unit = 10.0 ** -len(decimal.partition(".")[2])
+    with suppress(*_ERRORS):
+        return any(abs(float(value) - float(decimal)) < unit for value in parsed(exact)[:1])
+    return False
 
 
 def is_operator(value: Any) -> bool:
@@ -210,9 +219,13 @@ def _limit() -> int | None:
 
 @cache
 def library() -> Any:
-    import math_verify
+    import math_verify.parser
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     # It warns of each time-out, and once that there are none.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Its default reads R and r as one symbol.
+    config = ConversionConfig(lowercase_symbols=False)
+    math_verify.parser.latex2sympy = partial(latex2sympy, conversion_config=config)
     return math_verify

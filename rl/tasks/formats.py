@@ -45,9 +45,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from _dataset_rows(str(path))
         return
     if path.suffix not in KINDS:
-        raise InputError(
-            f"{path}: kind {path.suffix!r} is not read; expected {' or '.join(KINDS)}, or hf:NAME"
-        )
+        what = "it is a folder" if path.is_dir() else f"kind {path.suffix!r} is not read"
+        raise InputError(f"{path}: {what}; expected {' or '.join(KINDS)}, or hf:NAME")
     try:
         if path.suffix == ".parquet":
             yield from _parquet_rows(path)

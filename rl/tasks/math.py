@@ -26,16 +26,21 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(
-    r"\b(?:actually|correction|rather|i mean|make that|should be"
+    r"\b(?:actually|correction|scratch that|rather|i mean|i meant|make that|should be"
     r"|(?:sorry|oops|hmm|wait|no),? (?:it is|it's))\b[,:]?\s*(?:it is|it's|the \w+ is)?\s*"
     r"(\$[^$]+\$|\\\(.+?\\\)|-?\\?[\w.\\{}/]*\d[\w.\\{}/]*)",
     re.IGNORECASE,
 )
 _RETRACTED = re.compile(
-    r"\b(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)\b",
+    r"(?:^\W*|\b(?:that|this|it)'|\b(?:(?:that|this|my)(?: (?:answer|result|solution))?|it) )"
+    r"(?:is|was|s) (?:wrong|incorrect|not right|not correct|a mistake)\b",
     re.IGNORECASE,
 )
 _FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# Formulas of one list.
+_FORMULAS = re.compile(
+    rf"(?:{_FORMULA.pattern})(?:(?:[,\s]|\b(?:and|or)\b)+(?:{_FORMULA.pattern}))*", re.DOTALL
+)
 _VERB = re.compile(r"\b(?:is|are|equals)\b:?")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?(?![\w])")
 
@@ -78,11 +83,11 @@ def _without_box(text: str) -> str:
     stated = _STATED.findall(text)
     if stated:
         claim = _VERB.split(stated[-1])[-1].strip()
-        formula = _FORMULA.match(claim)
-        return formula.group() if formula else claim
-    formulas = _FORMULA.findall(text)
-    if formulas:
-        return next(filter(None, formulas[-1]))
+        formulas = _FORMULAS.match(claim)
+        return formulas.group() if formulas else claim
+    found = _FORMULA.findall(text)
+    if found:
+        return next(filter(None, found[-1]))
     numbers = set(_NUMBER.findall(text))
     if len(numbers) == 1 and not re.search(r"\\[a-z]", text):
         return numbers.pop()

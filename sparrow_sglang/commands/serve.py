@@ -20,9 +20,10 @@ from sparrow_sglang.models import (
     path_problem,
 )
 from sparrow_sglang.plugin.modes import mode_of
-from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
 from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
 from sparrow_sglang.processes import exit_on_sigterm
+from sparrow_sglang.schedules.names import AUTO
 from sparrow_sglang.sglang_compat.arguments import (
     config_file_merger,
     read_model_config,
@@ -69,12 +70,15 @@ flags of sparrow:
   --sparrow-audit-rate SHARE     score this share of finished requests again, densely, to measure
                                  how far sparse decode deviates (0 to 1; 0.01 is a good start)
   --sparrow-audit-log FOLDER     write what the audit finds into this folder
+  --sparrow-draft-weights NAME   lossless decoding drafts with the model's own weights (model), FP8
+                                 copies (fp8), or copies where these pay (auto, the default)
 
 All flags of SGLang work unchanged: sparrow serve --help-all lists them.
 Does your model work? sparrow doctor --model-path MODEL
 """
 
 _MODEL_FLAGS = ("--model-path", "--model")
+_WEIGHTS_FLAG = f"--{WEIGHTS_FIELD.replace('_', '-')}"
 _ALL_FLAGS = "sparrow serve --help-all lists the flags"
 
 
@@ -162,11 +166,13 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Raise `InputError` without a usable SGLang, on an unknown flag, or one without its number."""
+    """Raise `InputError` without a usable SGLang, on an unknown flag, one without its number, or a
+    value of ours that is not allowed."""
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
             raise InputError(problem)
-    known = server_flags() | dict.fromkeys("--" + name.replace("_", "-") for name in FIELDS)
+    own = {f"--{name.replace('_', '-')}": field.kind for name, field in FIELDS.items()}
+    known = server_flags() | {flag: float if kind is float else None for flag, kind in own.items()}
     parser = _OneLineParser(prog="sparrow serve", add_help=False)
     for flag, kind in (known | dict.fromkeys(("--config", "--help"))).items():
         parser.add_argument(flag, type=kind, nargs=None if kind else "*")
@@ -175,6 +181,12 @@ def check_flags(arguments: Sequence[str]) -> None:
             near = nearest_first(word.partition("=")[0], known, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise InputError(f"unrecognized arguments: {word}{hint}; {_ALL_FLAGS}")
+    weights = _value(arguments, _WEIGHTS_FLAG) or AUTO
+    if weights not in DRAFT_WEIGHTS:
+        raise InputError(f"{_WEIGHTS_FLAG} {weights}: expected {', '.join(DRAFT_WEIGHTS)}")
+    rate = _value(arguments, "--sparrow-audit-rate") or "0"
+    if not 0 <= float(rate) <= 1:
+        raise InputError(f"--sparrow-audit-rate {rate}: expected 0 to 1; 0.01 is a good start")
 
 
 def parse_server_args(arguments: Sequence[str]) -> "ServerArgs":

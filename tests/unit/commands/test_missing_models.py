@@ -23,6 +23,17 @@ def problem(*argv: str) -> str:
     return check.detail
 
 
+@pytest.mark.parametrize(("path", "form"), [("/no/folder", "--model={}"), ("./none", "{}")])
+def test_a_path_that_is_not_there_is_no_such_folder(path: str, form: str) -> None:
+    found = problem(*form.format(path).split())
+    relative = "" if path.startswith("/") else f" (relative to {Path.cwd()})"
+    assert found == f"--model-path {path}: no such folder{relative}; {ALLOWED}"
+
+
+def test_a_file_is_no_model() -> None:
+    assert problem("--model", __file__) == f"--model-path {__file__}: it is a file; {ALLOWED}"
+
+
 def test_a_hub_that_cannot_be_reached_is_not_called_a_missing_model() -> None:
     error = OSError("We couldn't connect to the hub")
     error.__cause__ = LocalEntryNotFoundError("no connection")

@@ -68,6 +68,8 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
         (["--page-size", "32", "--sparrow-schedule", "qwen3-4b-0.86"], "page_size=16"),
         (["--speculative-algorithm", "NGRAM"], "speculative_algorithm='NGRAM'"),
         (["--enable-lora"], "--max-lora-rank"),
+        (["--sparrow-draft-weights", "fp4"], "weights fp4: expected auto, model, fp8"),
+        (["--sparrow-audit-rate", "nan"], "rate nan: expected 0 to 1"),
         # SGLang asserts it without a message.
         (["--tp", "3", "--dp", "2", "--enable-dp-attention"], "tp_size %"),
     ],

@@ -29,6 +29,7 @@ def load(folder: Path, text: str) -> TrainConfig:
         ("heldout_path = 'a.jsonl'\nheldout_sets = {b = 'b.jsonl'}", "heldout_sets"),
         ("[rollout]\nmax_new_tokens = 8\noverlong_tokens = 9", "overlong_tokens=9"),
         ("[cluster]\ntrainers = 4\ncolocate = true", "trainers=4"),
+        ("heldout_path = 3", "heldout_path=3 is not allowed: expected a path in quotes"),
         ("steps = 3 3", "TOML"),
         ('train_path = "a\\u0000b"', "train_path"),
         ("[engine]\nserver_args = {random_seed = 1}", "set seed"),

@@ -15,6 +15,7 @@ from task_files import CHAT, jsonl, load, verl_row
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.tasks import Task, code
+from sparrow_sglang.rl.tasks.formats import read_rows
 
 TESTS = [{"input": "2\n", "output": "4\n", "testtype": "stdin"}]
 PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(TESTS)))).decode()
@@ -125,6 +126,11 @@ def test_few_rows_that_cannot_be_used_are_skipped_and_told(
     with pytest.raises(InputError, match=r"2 of 152 rows cannot be used, task.max_bad_rows=0.01"):
         load("math", path)
     assert len(load("math", path, max_bad_rows=0.05).skipped) == 2
+
+
+def test_a_folder_holds_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="it is a folder; expected .jsonl or .parquet"):
+        list(read_rows(tmp_path))
 
 
 def test_a_pickle_that_is_no_text_is_not_run(tmp_path: Path) -> None:
