@@ -9,6 +9,7 @@ from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.models import missing_weights, model_problem
 
 LLAMA = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", %s}'
+ALLOWED = "expected an existing folder with a config.json, or a hub id such as Qwen/Qwen3-4B"
 
 
 @pytest.fixture(autouse=True)
