@@ -214,7 +214,7 @@ def test_the_default_rule_is_measured_with_its_schedule(
 ) -> None:
     words = command(model, write_prompts(tmp_path / "p.jsonl", 0), "--bin-tokens", "64")
     words += ["--budgets", "96", "160", "--new-tokens", "40", "--min-tokens", "100"]
-    words += ["--target", "0.3", "--out", str(tmp_path / "m.json")]
+    words += ["--target", "0.2", "--out", str(tmp_path / "m.json")]
     started = []
 
     def recorded(model_path: str, engine_args: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -228,7 +228,7 @@ def test_the_default_rule_is_measured_with_its_schedule(
     assert [(each.selection, each.budget_tokens) for each in started] == [("int4", (320,))]
     # Everything lies in the work folder, so nothing is measured again.
     monkeypatch.setattr(measure, "running_engine", None)
-    words[words.index("0.3")] = "0.25"
+    words[words.index("0.2")] = "0.15"
     assert cli.main(words) == 0
     again = BudgetSchedule.from_json(tmp_path / "m.json")
     assert (again.selection, again.tail_target) == ("int4", 0.25)
