@@ -231,4 +231,4 @@ def test_the_default_rule_is_measured_with_its_schedule(
     words[words.index("0.2")] = "0.15"
     assert cli.main(words) == 0
     again = BudgetSchedule.from_json(tmp_path / "m.json")
-    assert (again.selection, again.tail_target) == ("int4", 0.25)
+    assert (again.selection, again.tail_target) == ("int4", 0.15)
