@@ -39,6 +39,8 @@ _MOVED: dict[str, str | None] = {
     # Until 0.5.20 weights may be loaded at any time.
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update": None,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": None,
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    ".end_weight_update": None,
     # In 0.5.15, models whose windows have a pool of their own are refused.
     "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
 }
