@@ -134,10 +134,7 @@ class DensePolicy:
         device: str | torch.device,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Takes over `model`. Raises `ValueError` on unsupported architectures."""
-        head_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
-        if problem := unsupported(model.config, head_bias):
-            raise ValueError(problem)
+        """Takes over `model`, of an architecture that is not `unsupported`."""
         self.device = torch.device(device)
         self.ranks = ranks
         # `nn.Module.to` is called directly, as transformers' wrapper hides its signature.
@@ -384,8 +381,9 @@ class DensePolicy:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def unsupported(hf_config: Any, head_bias: bool = False) -> str | None:
-    """Why a model with this Hugging Face config cannot be trained; None if it can."""
+def unsupported(hf_config: Any, head: nn.Module | None = None) -> str | None:
+    """Why a model with this Hugging Face config and vocabulary projection cannot be trained; None
+    if it can."""
     config = text_config(hf_config)
     # transformers holds the experts of a layer in one tensor, under a name that SGLang's loader
     # skips without an error: rollouts would keep using the initial experts.
@@ -400,7 +398,8 @@ def unsupported(hf_config: Any, head_bias: bool = False) -> str | None:
         reasons += [f"{name}={value}"] if (value := config_value(config, name)) else []
     for name in ("logits_scaling", "logit_scale"):
         reasons += [name] if config_value(config, name) not in (None, 1.0) else []
-    reasons += ["a bias of the vocabulary projection"] if head_bias else []
+    bias = getattr(head, "bias", None)
+    reasons += ["a bias of the vocabulary projection"] if bias is not None else []
     if not reasons:
         return None
     return (

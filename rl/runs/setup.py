@@ -240,6 +240,7 @@ def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokeni
     from transformers import AutoModelForCausalLM
 
     from sparrow_sglang.rl.distill import require_modules
+    from sparrow_sglang.rl.policy.dense_policy import unsupported
     from sparrow_sglang.rl.runs.checkpoint import try_checkpoint
 
     try:
@@ -247,6 +248,8 @@ def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokeni
             model = AutoModelForCausalLM.from_config(model_config)
     except Exception as error:  # torch's own, on sizes that no tensor has
         raise _unusable(config, model_path, error) from None
+    if problem := unsupported(model_config, model.get_output_embeddings()):
+        raise InputError(f"model.path={config.model.path!r}: {problem}")
     if config.distill.enabled:
         require_modules(model, config.distill.target_modules)
     try_checkpoint(config, model, model_path, tokenizer)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from training import settings
-from transformers import AutoTokenizer, Gemma3TextConfig, Qwen3MoeConfig
+from transformers import AutoTokenizer, Gemma3TextConfig, PhiConfig, Qwen3MoeConfig
 
 from sparrow_sglang.commands.cli import main
 from sparrow_sglang.errors import InputError
@@ -95,11 +95,16 @@ def test_lossless_rollouts_are_dense_to_the_trainer(tmp_path, byte_model):
             Gemma3TextConfig(architectures=["Gemma3ForCausalLM"]),
             "model of type gemma3_text has layers of type sliding_attention",
         ),
+        (
+            PhiConfig(architectures=["PhiForCausalLM"], max_position_embeddings=8192),
+            "model of type phi has a bias of the vocabulary projection",
+        ),
     ],
-    ids=["experts", "windows"],
+    ids=["experts", "windows", "bias"],
 )
 def test_models_that_cannot_be_trained_are_named_before_they_are_loaded(tmp_path, config, problem):
     config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
     AutoTokenizer.from_pretrained(model_folder("smollm2-135m")).save_pretrained(tmp_path)
     run = {"run_dir": tmp_path / "run", "task": {"name": "story"}, "model": {"path": str(tmp_path)}}
     with pytest.raises(InputError, match=problem):
