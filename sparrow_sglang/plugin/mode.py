@@ -5,7 +5,7 @@ a member here; `modes.mode_of` returns the mode of a server."""
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.plugin.hook import Hook
-from sparrow_sglang.plugin.names import WEIGHTS_FIELD
+from sparrow_sglang.plugin.names import LOSSLESS, WEIGHTS_FIELD
 from sparrow_sglang.plugin.scheduler_calls import gather_tp
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.names import AUTO
@@ -45,7 +45,7 @@ class Mode:
         if server_args.speculative_algorithm:
             return []
         return [
-            f"{name}={value!r}: expected with --speculative-algorithm"
+            f"{name}={value!r}: expected only with --speculative-algorithm {LOSSLESS}"
             for name, default in _OF_LOSSLESS.items()
             if (value := getattr(server_args, name)) != default
         ]

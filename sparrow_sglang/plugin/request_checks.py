@@ -79,9 +79,7 @@ def require_samples(request: Any) -> None:
     sampling = getattr(request, "sampling_params", None)
     samples = 1
     for parameters in sampling if isinstance(sampling, list) else [sampling]:
-        n = parameters.get("n") if isinstance(parameters, dict) else None
-        if n is None:
-            continue
+        n = parameters.get("n", 1) if isinstance(parameters, dict) else 1
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_SAMPLES:
             raise RequestError(f"n={quoted(n)}: expected a whole number from 1 to {MAX_SAMPLES}")
         samples = max(samples, n)
@@ -103,6 +101,11 @@ def require_servable(
         raise RequestError("input_ids=[]: expected one token or more in every prompt")
     ranges = _ranges(len(prompt or ()), vocab_size)
     parameters = request.sampling_params
+    # Before the ranges: SGLang derives a number from the patterns, which no request names.
+    patterns = getattr(parameters, "stop_regex_strs", None) or []
+    for pattern in patterns if isinstance(patterns, list) else [patterns]:
+        if problem := regex_problem(pattern):
+            raise RequestError(f"stop_regex={quoted(pattern)}: {problem}")
     session = getattr(request, "session_params", None)
     packed = isinstance(request, msgspec.Struct)
     error = _round_trip_error(request) if packed else None
@@ -117,10 +120,6 @@ def require_servable(
             if (limits := ranges.get(name, usual)) is not None:
                 _require_range(name, value, limits)
     _require_logprobs(request, len(prompt or ()), context_tokens)
-    patterns = getattr(parameters, "stop_regex_strs", None) or []
-    for pattern in patterns if isinstance(patterns, list) else [patterns]:
-        if problem := regex_problem(pattern):
-            raise RequestError(f"stop_regex={quoted(pattern)}: {problem}")
     if error is not None:
         raise unreadable(error)
 
@@ -154,13 +153,14 @@ def regex_problem(pattern: str) -> str | None:
     if repeats <= 1 and ways <= _MAX_WAYS:
         return None
     return (
-        "expected one repeat at most besides '?', without alternatives or '?' in it, and at most"
-        f" {_MAX_WAYS} ways through those outside of it"
+        "expected one repeat or back-reference at most besides '?', without alternatives or '?' in"
+        f" it, and at most {_MAX_WAYS} ways through those outside of it"
     )
 
 
 def _ways(parts: Any) -> tuple[float, int]:
-    """Ways through the choices of a parsed expression, and its repeats besides `?`."""
+    """Ways through the choices of a parsed expression, and its repeats and back-references besides
+    `?`."""
     ways, repeats = 1.0, 0
     for kind, argument in parts:
         name = str(kind)
@@ -172,7 +172,7 @@ def _ways(parts: Any) -> tuple[float, int]:
             else [argument]
         )
         inner = [_ways(body) for body in bodies if isinstance(body, _parser.SubPattern)]
-        repeats += sum(count for _, count in inner)
+        repeats += sum(count for _, count in inner) + (name == "GROUPREF")
         if name.endswith("_REPEAT"):
             is_optional = argument[:2] == (0, 1)
             inside = inner[0][0]

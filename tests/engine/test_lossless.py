@@ -432,7 +432,7 @@ def test_adapters_are_to_be_merged(lossless: Any, tmp_path: Path) -> None:
         ("speculative_eagle_topk", {"speculative_eagle_topk": 4}),
         ("enable_strict_thinking", {"enable_strict_thinking": True, "reasoning_parser": "qwen3"}),
         ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
-        ("speculative_num_draft_tokens", {"speculative_algorithm": None}),
+        ("--speculative-algorithm SPARROW", {"speculative_algorithm": None}),
     ],
 )
 def test_arguments_that_it_does_not_run_with_are_rejected(

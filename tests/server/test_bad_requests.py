@@ -60,6 +60,7 @@ BAD_PARAMETERS: list[dict[str, Any]] = [
     {"max_new_tokens": 1.5},
     {"n": 0},
     {"n": 30_000},
+    {"n": None},
     {"stop_regex": "("},
     {"stop_regex": r"(\w+\s?)+!"},
     {"stop_regex": ["a", "a*a*b"]},

@@ -27,7 +27,10 @@ class SparseDrafts(CustomSpecAlgo):
         # SGLang counts the bonus token among the draft tokens.
         width = server_args.speculative_num_draft_tokens or DEFAULT_DRAFTS + 1
         if (steps := server_args.speculative_num_steps) not in (None, width - 1):
-            raise ValueError(f"speculative_num_steps={steps}: set --speculative-num-draft-tokens")
+            raise ValueError(
+                f"speculative_num_steps={steps}: expected {width - 1}, one less than"
+                " --speculative-num-draft-tokens; set that one alone"
+            )
         server_args.speculative_num_draft_tokens = width
         server_args.speculative_num_steps = width - 1
         server_args.speculative_eagle_topk = 1

@@ -20,6 +20,7 @@ SLOW = [
     "a?" * 30 + "a" * 30,
     r"(?=(a|aa)+)b",
     r"(a)(?(1)b*|c*)d*",
+    r"(a{0,9000})\1b",
     "(?:a?){40}b",
     "(?>(?:a|aa)*)b",
 ]
@@ -39,6 +40,7 @@ def test_slow_patterns_are_refused(pattern: str) -> None:
         r"####\s*-?[0-9]",
         r"\\boxed\{[^}]*\}",
         "[.!?] ?\n",
+        r"(['\"])stop\1",
         r"^\d+$",
         "|".join(f"stop{number}" for number in range(40)),
         "colou?rs?",
