@@ -202,6 +202,10 @@ def _round_trip_error(request: Any) -> Exception | None:
 
 def unreadable(error: Exception) -> RequestError:
     """The error for a request on which SGLang raised one of UNREADABLE."""
+    if isinstance(error, re.error):
+        return RequestError(
+            f"stop_regex={quoted(error.pattern)}: {error}; expected a regular expression of Python"
+        )
     return RequestError(
         f"the request cannot be read ({type(error).__name__}: {cut(str(error))}): expected the"
         " types of SGLang's GenerateReqInput and SamplingParams"

@@ -80,6 +80,12 @@ def test_sampling_parameters(client: httpx.Client, parameters: dict[str, Any]) -
     assert_named(next(reversed(parameters)), refused(client, "/generate", body))
 
 
+@pytest.mark.parametrize("pattern", ["(", "w[0-9]+ w[0-9]+"])
+def test_a_pattern_is_named(client: httpx.Client, pattern: str) -> None:
+    body = RIGHT | {"sampling_params": SAMPLING | {"stop_regex": ["w", pattern]}}
+    assert f"stop_regex={pattern!r}: " in refused(client, "/generate", body)
+
+
 def assert_named(field: str, message: str) -> None:
     """The message names the field, unless it is SGLang's own or of a message as a whole."""
     named = {"input_ids": "tokens", "sampling_params": "n=", "session_params": "[]"}
