@@ -130,7 +130,7 @@ def test_nothing_is_scored_from_release_to_resume(server: Server) -> None:
     server.post("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
     # The weights are unchanged, so responses from before the release are scored after all, but for
     # scores that the flush or the release has aborted, and requests that found no slot.
-    assert names & (server.wait_until_done() - released)
+    assert len(names - server.wait_until_done()) <= 3
 
 
 def test_a_server_that_stops_does_not_wait_for_the_audit(server: Server) -> None:
