@@ -134,18 +134,24 @@ def test_settings_schedules_and_requests_are_valid() -> None:
         RequestOption.read(parameters["custom_params"], schedule)
 
 
-def test_speed_ups_of_lossless_decoding_are_those_of_the_results() -> None:
+@pytest.mark.parametrize(
+    ("gpu", "kinds", "count"), [("h100", ("lossless", "coder"), 8), ("h200", ("fp8_drafts",), 6)]
+)
+def test_speed_ups_of_lossless_decoding_are_those_of_the_results(
+    gpu: str, kinds: tuple[str, ...], count: int
+) -> None:
     page = (ROOT / "docs" / "lossless.md").read_text()
-    results = (ROOT / "benchmarks" / "results" / "h100").glob("decode_step_*.json")
+    results = (ROOT / "benchmarks" / "results" / gpu).glob("decode_step_*.json")
     rows = [
         row | {"file": path}
         for path in results
-        if "lossless" in path.name or "coder" in path.name
+        if any(kind in path.name for kind in kinds)
         for row in json.loads(path.read_text())["rows"]
     ]
-    computed = [line.split() for line in step.steps_table(rows).splitlines()]
+    table = step.steps_table(rows).replace("8 fp8", "8")
+    computed = [line.split() for line in table.splitlines()]
     rounds = [cells for cells in computed if cells[3:5] == ["drafts", "8"]]
-    assert len(rounds) == 8
+    assert len(rounds) == count
     for _, _, dense, _, _, ms, _, *gains in rounds:
         cells = [dense, ms, *(gain.replace("x", "×") for gain in gains)]
         assert " | ".join(cells) in page
