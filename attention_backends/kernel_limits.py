@@ -17,7 +17,7 @@ MAX_GROUP = 16
 MAX_PAGES = 32767
 """The compaction of selected pages packs two page counts into one int32, 15 bits for the upper."""
 FP8_CAPABILITY = (8, 9)
-"""Triton reads float8_e4m3fn from this compute capability on."""
+"""From this compute capability on GPUs multiply e4m3, and Triton reads it."""
 
 
 def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> list[str]:

@@ -183,11 +183,12 @@ class Job:
         """Everything that the measurements depend on."""
         options, (path, hf_config, context) = self.options, self.model
         dtype = engine_dtype(options.engine_args) or str(model_value(hf_config, "dtype"))
-        measured = {
-            "rule": self.start.selection,
-            "budgets": [schedule.budget_tokens[0] for schedule in self.under],
-        }
-        checked = [[getattr(schedule, f) for f in _DECODED_BY] for schedule in self.under]
+        if self.is_check:
+            fields = [[getattr(schedule, name) for name in _DECODED_BY] for schedule in self.under]
+            decoded: dict[str, Any] = {"schedules": fields}
+        else:
+            budgets = [schedule.budget_tokens[0] for schedule in self.under]
+            decoded = {"rule": self.start.selection, "budgets": budgets}
         return {
             **_identity(options.model_path, path),
             "device": device_name(),
@@ -203,7 +204,7 @@ class Job:
             "temperature": 1.0,
             "seed": options.seed,
             "engine_args": options.engine_args,
-            **({"schedules": checked} if self.is_check else measured),
+            **decoded,
         }
 
     @property

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,17 @@ class Plan:
     batch: int
     draft_weights: str = AUTO
 
-    @property
+    @cached_property
     def fp8_drafts(self) -> bool:
-        pays = self.draft_weights == AUTO and fp8_pays(self.shape, self.gpu)
-        return pays or self.draft_weights == FP8
+        if self.draft_weights == AUTO:
+            return fp8_pays(self.shape, self.gpu)
+        return self.draft_weights == FP8
 
-    def ms(self, cached: int, schedule: BudgetSchedule | None = None) -> float:
+    def ms(
+        self, cached: int, schedule: BudgetSchedule | None = None, fp8_weights: bool = False
+    ) -> float:
         """Milliseconds of a step at `cached` tokens; dense without a schedule."""
-        return step_time(self.shape, self.gpu, self.batch, cached, schedule).total
+        return step_time(self.shape, self.gpu, self.batch, cached, schedule, fp8_weights).total
 
     def speedup(self, cached: int) -> float:
         """Dense over sparse time of a step at `cached` tokens."""
@@ -68,9 +72,7 @@ class Plan:
         self, cached: int, acceptance: float, most: int = DEFAULT_DRAFTS
     ) -> tuple[float, int]:
         """Milliseconds a token of lossless decoding at `cached` tokens, and drafts of a round."""
-        draft = step_time(
-            self.shape, self.gpu, self.batch, cached, self.drafting, self.fp8_drafts
-        ).total
+        draft = self.ms(cached, self.drafting, self.fp8_drafts)
         return lossless_ms(self.ms(cached), draft, acceptance, most)
 
     def response_speedup(self, cached: int, ms: Callable[[int], float]) -> float:

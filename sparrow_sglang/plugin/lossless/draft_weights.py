@@ -20,6 +20,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_parallel
 
+from sparrow_sglang.attention_backends.kernel_limits import FP8_CAPABILITY
 from sparrow_sglang.planning.step_time import FP8_PAYS_BELOW
 from sparrow_sglang.plugin.lossless.fp8_kernels import (
     LARGEST,
@@ -35,8 +36,6 @@ from sparrow_sglang.schedules.names import AUTO
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-FP8_CAPABILITY = (8, 9)
-"""Compute capability from which on GPUs multiply FP8."""
 _ROWS = 16  # with which `auto` times the layers
 _MULTIPLE = 16  # of the channels, for the FP8 kernels
 

@@ -33,7 +33,7 @@ def measured_rows() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """Rows that the constants were fitted to, and the terms of each; without those whose schedule
     was removed with its selection rule."""
     for file in constants()["fitted_to"]:
-        content = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        content = json.loads((RESULTS / file).read_text())
         for row in content["rows"]:
             spec = row["schedule"] or ""
             path = ROOT / spec
