@@ -222,3 +222,23 @@ def test_an_activation_is_quantized(device: str, rows: int, channels: int) -> No
     expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(product.double(), expected, rtol=2**-7, atol=1e-6)
     require_quantized(quantized, product)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 512), (80, 176), (192, 2064)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_rows_are_multiplied(
+    device: str, rows: int, outputs: int, inputs: int, with_bias: bool
+) -> None:
+    x, weight = (torch.randn(n, inputs).to(device, torch.bfloat16) for n in (rows, outputs))
+    quantized, copy = fp8_kernels.quantize(x), fp8_kernels.quantize(weight)
+    require_quantized(quantized, x)
+    bias = torch.randn(outputs).to(device, torch.bfloat16) if with_bias else None
+    arrivals = fp8_kernels.arrival_counters(outputs, x.device)
+    exact_x, exact_weight = (part.values.double() * part.scales for part in (quantized, copy))
+    expected = exact_x @ exact_weight.T + (bias if bias is not None else 0)
+    # Twice, as a graph is replayed.
+    for _ in range(2):
+        out = fp8_kernels.multiply(quantized, copy, arrivals, bias, x.dtype)
+        torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=0.05)
+    assert not arrivals.any()

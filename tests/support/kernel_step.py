@@ -88,8 +88,14 @@ def rounding_of_a_gpu() -> Iterator[None]:
         return plain_cast(builder, src, to)
 
     def dot(
-        builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *_: object
+        builder: InterpreterBuilder,
+        a: TensorHandle,
+        b: TensorHandle,
+        acc: TensorHandle,
+        *rest: object,
     ) -> TensorHandle:
+        if a.dtype.scalar == tl.float8e4nv:
+            return plain_dot(builder, a, b, acc, *rest)
         left, right = (
             widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(np.float32)
             for x in (a, b)
@@ -97,7 +103,7 @@ def rounding_of_a_gpu() -> Iterator[None]:
         total = np.matmul(left, right) + acc.data
         return TensorHandle(total.astype(acc.data.dtype), acc.dtype.scalar)
 
-    plain_cast = InterpreterBuilder.cast_impl
+    plain_cast, plain_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
     with fast_interpreter() as patch, np.errstate(all="ignore"):
         patch.setattr(InterpreterBuilder, "cast_impl", cast)
         patch.setattr(InterpreterBuilder, "create_dot", dot)

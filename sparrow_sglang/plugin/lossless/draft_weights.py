@@ -22,12 +22,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.kernel_limits import FP8_CAPABILITY
 from sparrow_sglang.planning.step_time import FP8_PAYS_BELOW
-from sparrow_sglang.plugin.lossless.fp8_kernels import (
-    LARGEST,
-    Quantized,
-    add_norm,
-    silu_and_multiply,
-)
+from sparrow_sglang.plugin.lossless import fp8_kernels
+from sparrow_sglang.plugin.lossless.fp8_kernels import LARGEST, Quantized
 from sparrow_sglang.plugin.names import MODEL, WEIGHTS_FIELD
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.timing import least_seconds
@@ -43,13 +39,10 @@ _MULTIPLE = 16  # of the channels, for the FP8 kernels
 def quantize(rows: torch.Tensor, out: Quantized) -> Quantized:
     """`rows` [R, C], written to `out`."""
     if rows.is_cuda:
-        from sgl_kernel import sgl_per_token_quant_fp8
-
-        sgl_per_token_quant_fp8(rows, *out)
-    else:
-        out.scales.copy_(rows.abs().amax(dim=1, keepdim=True) / LARGEST)
-        scaled = rows / out.scales.clamp(min=1e-12)
-        out.values.copy_(scaled.clamp(-LARGEST, LARGEST))
+        return fp8_kernels.quantize(rows, out)
+    out.scales.copy_(rows.abs().amax(dim=1, keepdim=True) / LARGEST)
+    scaled = rows / out.scales.clamp(min=1e-12)
+    out.values.copy_(scaled.clamp(-LARGEST, LARGEST))
     return out
 
 
@@ -61,10 +54,12 @@ class Fp8Copy:
         self.copy = Quantized.empty_like(weight)
         self.copy.values.zero_()
         self.copy.scales.zero_()
+        self._arrivals = fp8_kernels.arrival_counters(len(weight), weight.device)
 
     def update(self) -> None:
         """Quantize the weight, in place: captured graphs read this memory."""
         quantize(self.weight.data, self.copy)
+        self._arrivals.zero_()
 
     def apply(
         self,
@@ -74,7 +69,11 @@ class Fp8Copy:
     ) -> torch.Tensor:
         """`x` [..., K] times the transposed copy, plus `bias`: [..., N] in the dtype of `x`.
         `quantized` is `x`, if it has been quantized already."""
-        values, scales = quantized or quantize(x.reshape(-1, x.shape[-1]), Quantized.empty_like(x))
+        rows = quantized or quantize(x.reshape(-1, x.shape[-1]), Quantized.empty_like(x))
+        if x.is_cuda and len(rows.values) <= fp8_kernels.MAX_ROWS:
+            out = fp8_kernels.multiply(rows, self.copy, self._arrivals, bias, x.dtype)
+            return out.view(*x.shape[:-1], -1)
+        values, scales = rows
         weight, weight_scales = self.copy.values.t(), self.copy.scales.t()
         if x.is_cuda:
             from sgl_kernel import fp8_scaled_mm
@@ -206,14 +205,14 @@ def _norm(
         return None
     if not (x.is_contiguous() and residual.is_contiguous()):
         return None
-    quantized = add_norm(x, residual, module.weight.data, module.variance_epsilon)
+    quantized = fp8_kernels.add_norm(x, residual, module.weight.data, module.variance_epsilon)
     return (x, residual), (x, quantized)
 
 
 def _silu(module: SiluAndMul, x: torch.Tensor) -> _Fused | None:
     if not x.is_contiguous():
         return None
-    product, quantized = silu_and_multiply(x)
+    product, quantized = fp8_kernels.silu_and_multiply(x)
     return product, (product, quantized)
 
 

@@ -1,13 +1,31 @@
-"""Kernels that quantize activations where they are computed, one program a row. R is the number of
-rows, C that of channels. Values are e4m3 with one fp32 scale a row, as SGLang's quantization has
-them, of outputs rounded to the dtype of the model."""
+"""Kernels of FP8 drafts: activations are quantized where they are computed, and few rows are
+multiplied by weights at the speed of reading these. R is the number of rows, C that of channels, N
+and K those of a weight's outputs and inputs. Values are e4m3 with one fp32 scale a row, as SGLang's
+quantization has them, of outputs rounded to the dtype of the model.
 
-from typing import NamedTuple
+Each kernel lets the next one start at once, and waits for the one before it where it first reads
+what that one wrote."""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sparrow_sglang.attention_backends.kernels.common import (
+    INTERPRETED,
+    dependent_launch,
+    sm_count,
+)
+
+MAX_ROWS = 64
+"""Of which `multiply` takes activations."""
+# Outputs and inputs of a tile of a weight, the smallest of the tensor cores for rows, and tiles in
+# flight. Two programs an SM fit into shared memory.
+_OUTPUTS, _INPUTS, _ROWS, _STAGES = 64, 256, 16, 4
+_PROGRAMS_PER_SM = 2
+_LINE = 128  # bytes of L2
 LARGEST = 448.0
 """The largest number in e4m3."""
 DTYPE = torch.float8_e4m3fn
@@ -40,6 +58,31 @@ def _store_quantized(
 
 
 @triton.jit
+def _follow(EARLY: tl.constexpr) -> None:
+    """Let the next kernel start, and wait for the one before."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _quantize_kernel(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    row, channel = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = channel < C
+    at = row.to(tl.int64) * C + channel
+    _follow(EARLY)
+    number = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    _store_quantized(number, mask, at, values, scales + row)
+
+
+@triton.jit
 def _norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
@@ -49,11 +92,13 @@ def _norm_kernel(
     eps: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Program (row) adds `x` to the residual, and replaces it by the norm of the sum."""
     row, channel = tl.program_id(0), tl.arange(0, BLOCK)
     mask = channel < C
     at = row.to(tl.int64) * C + channel
+    _follow(EARLY)
     total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(residual + at, total.to(residual.dtype.element_ty), mask=mask)
@@ -72,16 +117,120 @@ def _silu_kernel(
     scales: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Program (row) multiplies the SiLU of the first half of a row of `x` by the second."""
     row, channel = tl.program_id(0), tl.arange(0, BLOCK)
     mask = channel < C
     at = row.to(tl.int64) * C + channel
+    _follow(EARLY)
     gate = tl.load(x + at + row.to(tl.int64) * C, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + at + row.to(tl.int64) * C + C, mask=mask, other=0.0).to(tl.float32)
     product = (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty)
     tl.store(out + at, product, mask=mask)
     _store_quantized(product.to(tl.float32), mask, at, values, scales + row)
+
+
+@triton.jit
+def _prefetch(lines: tl.tensor) -> None:
+    """Have L2 read the lines at these addresses."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [lines],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+# If the numbers of rows were constants, a kernel would be compiled for each batch size.
+@triton.jit(do_not_specialize=["R"])
+def _multiply_kernel(
+    values: tl.tensor,
+    scales: tl.tensor,
+    weight: tl.tensor,
+    weight_scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    sums: tl.tensor,
+    arrivals: tl.tensor,
+    R: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    LINES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (tile of outputs, split) sums its share of the inputs, and the last one to finish
+    adds the shares up. Weights are the tensor cores' M, of which they take 64, and rows the N."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    output, row = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    share: tl.constexpr = (K + SPLITS * INPUTS - 1) // (SPLITS * INPUTS) * INPUTS
+    first = split * share
+    end = tl.minimum(first + share, K)
+    of_output = weight + output.to(tl.int64)[:, None] * K
+    if EARLY:
+        # Weights do not depend on the kernel before this one.
+        line = first + tl.arange(0, LINES) * (INPUTS * 2 // LINES)
+        _prefetch(of_output + tl.where(line < K, line, 0)[None, :])
+    _follow(EARLY)
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in tl.range(first, end, INPUTS, num_stages=STAGES):
+        k = start + tl.arange(0, INPUTS)
+        if N % OUTPUTS == 0 and K % INPUTS == 0:
+            tile_of_weight = tl.load(of_output + k[None, :])
+        else:
+            mask = (output < N)[:, None] & (k < K)[None, :]
+            tile_of_weight = tl.load(of_output + k[None, :], mask=mask, other=0.0)
+        mask = (row < R)[None, :] & (k < K)[:, None]
+        x = tl.load(values + row[None, :] * K + k[:, None], mask=mask, other=0.0)
+        total = tl.dot(tile_of_weight, x, total)
+    product = tl.trans(total)
+    inside = (row < R)[:, None] & (output < N)[None, :]
+    at = row[:, None] * N + output[None, :]
+    last = True
+    if SPLITS > 1:
+        tl.store(sums + split * R * N + at, product, mask=inside)
+        # All threads have stored their sums before the program reports its arrival.
+        tl.debug_barrier()
+        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            # Reset the counter for the next replay of a graph.
+            tl.store(arrivals + tile, 0)
+            product = tl.zeros([ROWS, OUTPUTS], tl.float32)
+            for other in tl.static_range(SPLITS):
+                place = sums + other * R * N + at
+                product += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+        product *= tl.load(scales + row, mask=row < R, other=0.0)[:, None]
+        product *= tl.load(weight_scales + output, mask=output < N, other=0.0)[None, :]
+        if BIAS:
+            added = tl.load(bias + output, mask=output < N, other=0.0)
+            product += added.to(tl.float32)[None, :]
+        tl.store(out + at, product.to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(device: torch.device) -> dict[str, Any]:
+    early = dependent_launch(device)
+    # Triton's interpreter does not take the second argument.
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
+
+
+def quantize(x: torch.Tensor, out: Quantized | None = None) -> Quantized:
+    """Contiguous `x` [..., C] quantized, in `out` if that is given."""
+    out, channels = out or Quantized.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(channels)
+    _quantize_kernel[(len(out.values),)](
+        x, *out, channels, block, num_warps=_warps(block), **_launch(x.device)
+    )
+    return out
 
 
 def add_norm(
@@ -92,7 +241,15 @@ def add_norm(
     out, channels = Quantized.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(channels)
     _norm_kernel[(len(out.values),)](
-        x, residual, weight, *out, eps, channels, block, num_warps=_warps(block)
+        x,
+        residual,
+        weight,
+        *out,
+        eps,
+        channels,
+        block,
+        num_warps=_warps(block),
+        **_launch(x.device),
     )
     return out
 
@@ -103,8 +260,52 @@ def silu_and_multiply(x: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
     product = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     out, channels = Quantized.empty_like(product), product.shape[-1]
     block = triton.next_power_of_2(channels)
-    _silu_kernel[(len(out.values),)](x, product, *out, channels, block, num_warps=_warps(block))
+    _silu_kernel[(len(out.values),)](
+        x, product, *out, channels, block, num_warps=_warps(block), **_launch(x.device)
+    )
     return product, out
+
+
+def arrival_counters(outputs: int, device: torch.device) -> torch.Tensor:
+    """Zeros that `multiply` needs, one set a weight, and leaves as they are."""
+    return torch.zeros(triton.cdiv(outputs, _OUTPUTS), dtype=torch.int32, device=device)
+
+
+def multiply(
+    x: Quantized,
+    weight: Quantized,
+    arrivals: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`x`, up to MAX_ROWS rows [R, K], times the transposed `weight` [N, K], plus `bias` [N]:
+    [R, N] in `dtype`. `arrivals` are the weight's `arrival_counters`."""
+    (rows, inputs), outputs = x.values.shape, len(weight.values)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
+    tiles, most = len(arrivals), max(1, inputs // (2 * _INPUTS))
+    splits = min(max(1, _PROGRAMS_PER_SM * sm_count(out.device) // tiles), most)
+    sums = out.new_empty(splits, rows, outputs, dtype=torch.float32) if splits > 1 else out
+    _multiply_kernel[(tiles, splits)](
+        *x,
+        *weight,
+        out if bias is None else bias,
+        out,
+        sums,
+        arrivals,
+        rows,
+        outputs,
+        inputs,
+        BIAS=bias is not None,
+        ROWS=max(_ROWS, triton.next_power_of_2(rows)),
+        OUTPUTS=_OUTPUTS,
+        INPUTS=_INPUTS,
+        LINES=_INPUTS * 2 // _LINE,
+        SPLITS=splits,
+        STAGES=_STAGES,
+        num_warps=4,
+        **_launch(out.device),
+    )
+    return out
 
 
 def _warps(block: int) -> int:
