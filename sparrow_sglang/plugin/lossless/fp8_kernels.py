@@ -157,9 +157,10 @@ def _multiply_kernel(
     sums: tl.tensor,
     arrivals: tl.tensor,
     R: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
+    N: tl.tensor,
+    K: tl.tensor,
     BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -169,10 +170,11 @@ def _multiply_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Program (tile of outputs, split) sums its share of the inputs, and the last one to finish
-    adds the shares up. Weights are the tensor cores' M, of which they take 64, and rows the N."""
+    adds the shares up. Weights are the tensor cores' M, of which they take 64, and rows the N.
+    WHOLE: whether tiles divide N and K."""
     tile, split = tl.program_id(0), tl.program_id(1)
     output, row = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
-    share: tl.constexpr = (K + SPLITS * INPUTS - 1) // (SPLITS * INPUTS) * INPUTS
+    share = tl.cdiv(K, SPLITS * INPUTS) * INPUTS
     first = split * share
     end = tl.minimum(first + share, K)
     of_output = weight + output.to(tl.int64)[:, None] * K
@@ -184,7 +186,7 @@ def _multiply_kernel(
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(first, end, INPUTS, num_stages=STAGES):
         k = start + tl.arange(0, INPUTS)
-        if N % OUTPUTS == 0 and K % INPUTS == 0:
+        if WHOLE:
             tile_of_weight = tl.load(of_output + k[None, :])
         else:
             mask = (output < N)[:, None] & (k < K)[None, :]
@@ -296,6 +298,7 @@ def multiply(
         outputs,
         inputs,
         BIAS=bias is not None,
+        WHOLE=outputs % _OUTPUTS == 0 and inputs % _INPUTS == 0,
         ROWS=max(_ROWS, triton.next_power_of_2(rows)),
         OUTPUTS=_OUTPUTS,
         INPUTS=_INPUTS,
