@@ -180,8 +180,8 @@ def _multiply_kernel(
     of_output = weight + output.to(tl.int64)[:, None] * K
     if EARLY:
         # Weights do not depend on the kernel before this one.
-        line = first + tl.arange(0, LINES) * (INPUTS * 2 // LINES)
-        _prefetch(of_output + tl.where(line < K, line, 0)[None, :])
+        line = tl.minimum(first + tl.arange(0, LINES) * (INPUTS * 2 // LINES), K - 1)
+        _prefetch(weight + tl.minimum(output, N - 1).to(tl.int64)[:, None] * K + line[None, :])
     _follow(EARLY)
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(first, end, INPUTS, num_stages=STAGES):
