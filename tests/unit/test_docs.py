@@ -135,7 +135,12 @@ def test_settings_schedules_and_requests_are_valid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "kinds", "count"), [("h100", ("lossless", "coder"), 8), ("h200", ("fp8_drafts",), 6)]
+    ("gpu", "kinds", "count"),
+    [
+        ("h100", ("lossless", "coder"), 8),
+        ("h200", ("fp8_drafts.json",), 5),
+        ("h200", ("fp8_drafts_32k",), 3),
+    ],
 )
 def test_speed_ups_of_lossless_decoding_are_those_of_the_results(
     gpu: str, kinds: tuple[str, ...], count: int

@@ -54,7 +54,7 @@ def test_one_prediction_fills_table_and_headline(plan: Plan) -> None:
 def test_lossless_is_dense_where_drafts_do_not_pay(plan: Plan) -> None:
     gaining = rows(plan("--length", "32768"))[32768]
     assert float(gaining[5]) < float(gaining[1]) and int(gaining[8]) > 1
-    short = rows(plan("--length", "2048", "--batch", "1"))[2048]
+    short = rows(plan("--length", "2048", "--batch", "1", "--draft-weights", "model"))[2048]
     assert short[5:] == [short[1], "1.00x", "1.00x", "0"]
 
 
