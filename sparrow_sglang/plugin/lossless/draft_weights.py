@@ -69,19 +69,18 @@ class Fp8Copy:
     ) -> torch.Tensor:
         """`x` [..., K] times the transposed copy, plus `bias`: [..., N] in the dtype of `x`.
         `quantized` is `x`, if it has been quantized already."""
-        rows = quantized or quantize(x.reshape(-1, x.shape[-1]), Quantized.empty_like(x))
-        if x.is_cuda and len(rows.values) <= fp8_kernels.MAX_ROWS:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = quantized or quantize(flat, Quantized.empty_like(x))
+        (values, scales), weight, weight_scales = rows, *(part.t() for part in self.copy)
+        if not x.is_cuda:
+            out = (values.float() @ weight.float() * scales * weight_scales).to(x.dtype)
+            out = out if bias is None else out + bias
+        elif len(values) <= fp8_kernels.MAX_ROWS:
             out = fp8_kernels.multiply(rows, self.copy, self._arrivals, bias, x.dtype)
-            return out.view(*x.shape[:-1], -1)
-        values, scales = rows
-        weight, weight_scales = self.copy.values.t(), self.copy.scales.t()
-        if x.is_cuda:
+        else:
             from sgl_kernel import fp8_scaled_mm
 
             out = fp8_scaled_mm(values, weight, scales, weight_scales, x.dtype, bias)
-        else:
-            out = (values.float() @ weight.float() * scales * weight_scales).to(x.dtype)
-            out = out if bias is None else out + bias
         return out.view(*x.shape[:-1], -1)
 
 
@@ -232,6 +231,8 @@ def _copied_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def _fits(weight: torch.Tensor | None) -> bool:
     if weight is None or weight.dim() != 2 or any(size % _MULTIPLE for size in weight.shape):
+        return False
+    if not weight.is_contiguous():
         return False
     dtypes = (torch.bfloat16, torch.float16, *(() if weight.is_cuda else (torch.float32,)))
     return weight.dtype in dtypes
