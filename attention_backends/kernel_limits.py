@@ -55,11 +55,12 @@ def kernel_problems(server_args: "ServerArgs", model_config: "ModelConfig") -> l
     return problems
 
 
-def fp8_problems(capability: tuple[int, int]) -> list[str]:
+def fp8_problems(capability: tuple[int, int], used: str, instead: str) -> list[str]:
+    """`used`: what is in FP8; `instead`: the flag that avoids it."""
     if capability >= FP8_CAPABILITY:
         return []
     major, minor = FP8_CAPABILITY
     return [
-        f"FP8 KV cache on a GPU of compute capability {capability[0]}.{capability[1]}: Triton reads"
-        f" float8_e4m3fn from {major}.{minor} on; pass --kv-cache-dtype bf16"
+        f"{used} on a GPU of compute capability {capability[0]}.{capability[1]}: Triton reads"
+        f" float8_e4m3fn from {major}.{minor} on; pass {instead}"
     ]

@@ -378,7 +378,8 @@ def runner_problems(runner: "ModelRunner") -> list[str]:
             f" {_NOT_SHOWN}; pass --kv-cache-dtype bf16"
         )
     if fp8 and runner.device == "cuda":
-        problems += fp8_problems(torch.cuda.get_device_capability())
+        capability = torch.cuda.get_device_capability()
+        problems += fp8_problems(capability, "FP8 KV cache", "--kv-cache-dtype bf16")
     return problems + layer_problems(runner)
 
 

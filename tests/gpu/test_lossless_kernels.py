@@ -225,15 +225,23 @@ def test_an_activation_is_quantized(device: str, rows: int, channels: int) -> No
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 512), (80, 176), (192, 2064)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype"),
+    [
+        (64, 512, torch.bfloat16),
+        (80, 176, torch.bfloat16),
+        (192, 2064, torch.bfloat16),
+        (128, 2048, torch.float16),
+    ],
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_few_rows_are_multiplied(
-    device: str, rows: int, outputs: int, inputs: int, with_bias: bool
+    device: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool
 ) -> None:
-    x, weight = (torch.randn(n, inputs).to(device, torch.bfloat16) for n in (rows, outputs))
+    x, weight = (torch.randn(n, inputs).to(device, dtype) for n in (rows, outputs))
     quantized, copy = fp8_kernels.quantize(x), fp8_kernels.quantize(weight)
     require_quantized(quantized, x)
-    bias = torch.randn(outputs).to(device, torch.bfloat16) if with_bias else None
+    bias = torch.randn(outputs).to(device, dtype) if with_bias else None
     arrivals = fp8_kernels.arrival_counters(outputs, x.device)
     exact_x, exact_weight = (part.values.double() * part.scales for part in (quantized, copy))
     expected = exact_x @ exact_weight.T + (bias if bias is not None else 0)
@@ -242,3 +250,35 @@ def test_few_rows_are_multiplied(
         out = fp8_kernels.multiply(quantized, copy, arrivals, bias, x.dtype)
         torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=0.05)
     assert not arrivals.any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA graph")
+def test_kernels_that_start_early_wait_for_what_they_read(device: str) -> None:
+    """A replayed graph, in which kernels overlap, equals one kernel after another."""
+    batches = torch.randn(200, 4, 1024).to(device, torch.bfloat16)
+    first, second = (torch.randn(n, 1024).to(device, torch.bfloat16) for n in (2048, 1024))
+    copies = [fp8_kernels.quantize(weight) for weight in (first, second)]
+    counters = [fp8_kernels.arrival_counters(len(copy.values), batches.device) for copy in copies]
+    x, residual = batches[0].clone(), torch.ones_like(batches[0])
+
+    def layer(wait: Any) -> torch.Tensor:
+        total = wait(residual.clone())
+        quantized = wait(fp8_kernels.quantize(x))
+        gates = wait(fp8_kernels.multiply(quantized, copies[0], counters[0], None, x.dtype))
+        _, quantized = wait(fp8_kernels.silu_and_multiply(gates))
+        out = wait(fp8_kernels.multiply(quantized, copies[1], counters[1], None, x.dtype))
+        wait(fp8_kernels.add_norm(out, total, first[0], 1e-6))
+        return out
+
+    def when_done(result: Any) -> Any:
+        torch.cuda.synchronize()
+        return result
+
+    layer(when_done)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        overlapping = layer(lambda result: result)
+    for batch in batches:
+        x.copy_(batch)
+        graph.replay()
+        assert torch.equal(overlapping, layer(when_done))

@@ -20,11 +20,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_parallel
 
-from sparrow_sglang.attention_backends.kernel_limits import FP8_CAPABILITY
+from sparrow_sglang.attention_backends.kernel_limits import FP8_CAPABILITY, fp8_problems
 from sparrow_sglang.planning.step_time import FP8_PAYS_BELOW
 from sparrow_sglang.plugin.lossless import fp8_kernels
 from sparrow_sglang.plugin.lossless.fp8_kernels import LARGEST, Quantized
 from sparrow_sglang.plugin.names import MODEL, WEIGHTS_FIELD
+from sparrow_sglang.plugin.refusals import refuse
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.timing import least_seconds
 from sparrow_sglang.schedules.names import AUTO
@@ -241,9 +242,11 @@ def _fits(weight: torch.Tensor | None) -> bool:
 def make_draft_weights(runner: "ModelRunner") -> DraftWeights:
     """Copies of the weights of a model just loaded, as its server's arguments require."""
     setting, none = getattr(runner.server_args, WEIGHTS_FIELD), DraftWeights(runner.model)
-    on_gpu = runner.device == "cuda" and torch.cuda.get_device_capability() >= FP8_CAPABILITY
-    if setting == MODEL or (setting == AUTO and not on_gpu):
+    capability = torch.cuda.get_device_capability() if runner.device == "cuda" else (0, 0)
+    if setting == MODEL or (setting == AUTO and capability < FP8_CAPABILITY):
         return none
+    if runner.device == "cuda":
+        refuse(fp8_problems(capability, "FP8 drafts", f"--sparrow-draft-weights {MODEL}"))
     # Released and resumed together with the weights.
     with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
         weights = DraftWeights(runner.model, _copied_layers(runner.model))

@@ -3,8 +3,8 @@ multiplied by weights at the speed of reading these. R is the number of rows, C 
 and K those of a weight's outputs and inputs. Values are e4m3 with one fp32 scale a row, as SGLang's
 quantization has them, of outputs rounded to the dtype of the model.
 
-Each kernel lets the next one start at once, and waits for the one before it where it first reads
-what that one wrote."""
+Each kernel lets the next one start at once, and waits for its predecessor before it first reads
+that kernel's output."""
 
 from typing import Any, NamedTuple
 
@@ -15,14 +15,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparrow_sglang.attention_backends.kernels.common import (
     INTERPRETED,
+    assert_dense,
     dependent_launch,
     sm_count,
 )
 
 MAX_ROWS = 16
 """Of `multiply`: the smallest N of the tensor cores, beyond which SGLang's kernel is faster."""
-# Outputs and inputs of a tile of a weight, and tiles in flight. Two programs an SM fit into shared
-# memory.
+# Outputs and inputs of a tile of a weight, and tiles in flight. On Hopper two programs an SM fit
+# into shared memory.
 _OUTPUTS, _INPUTS, _STAGES = 64, 256, 4
 _PROGRAMS_PER_SM = 2
 _LINE = 128  # bytes of L2
@@ -227,6 +228,7 @@ def _launch(device: torch.device) -> dict[str, Any]:
 
 def quantize(x: torch.Tensor, out: Quantized | None = None) -> Quantized:
     """Contiguous `x` [..., C] quantized, in `out` if that is given."""
+    assert_dense(x)
     out, channels = out or Quantized.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(channels)
     _quantize_kernel[(len(out.values),)](
@@ -283,11 +285,14 @@ def multiply(
     """`x`, up to MAX_ROWS rows [R, K], times the transposed `weight` [N, K], plus `bias` [N]:
     [R, N] in `dtype`. `arrivals` are the weight's `arrival_counters`."""
     (rows, inputs), outputs = x.values.shape, len(weight.values)
+    assert rows <= MAX_ROWS
+    assert_dense(*x, *weight, bias)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
-    tiles, most = len(arrivals), max(1, inputs // (2 * _INPUTS))
-    sms = sm_count(out.device)
-    # Where two thirds of the SMs have a tile, adding shares up takes longer than it saves.
-    splits = min(_PROGRAMS_PER_SM * sms // tiles, most) if 3 * tiles <= 2 * sms else 1
+    tiles, depth, sms = len(arrivals), triton.cdiv(inputs, _INPUTS), sm_count(out.device)
+    # Where two thirds of the SMs have a tile, adding shares up takes longer than it saves. A share
+    # has two tiles of inputs or more.
+    splits = min(_PROGRAMS_PER_SM * sms // tiles, depth // 2) if 3 * tiles <= 2 * sms else 1
+    splits = triton.cdiv(depth, triton.cdiv(depth, max(splits, 1)))
     sums = out.new_empty(splits, rows, outputs, dtype=torch.float32) if splits > 1 else out
     _multiply_kernel[(tiles, splits)](
         *x,

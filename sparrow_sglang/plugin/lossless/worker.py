@@ -163,6 +163,7 @@ class LosslessWorker(BaseSpecWorker):
         ]
         if not cases:
             return
+        self._weights.refresh()
         for count in range(most):
             # Compiles the kernels for it.
             self._seconds(*cases[0], count)

@@ -57,7 +57,7 @@ class TestTimes:
         others = errors[~linear]
         assert others.max() < 0.2 and np.mean(others < 0.15) > 0.95 and errors.max() < 0.35
 
-    def test_predicted_rounds_with_fp8_drafts_are_within_20_percent_of_measured_ones(self) -> None:
+    def test_predicted_rounds_with_fp8_drafts_are_within_15_percent_of_measured_ones(self) -> None:
         files = (RESULTS / "h200").glob("decode_step_qwen3-8b_fp8_drafts*.json")
         rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
         rounds = [row for row in rows if row["schedule"]]
@@ -68,7 +68,7 @@ class TestTimes:
             dense = step_time(qwen("8b"), "h200", batch, cached).total
             draft = step_time(qwen("8b"), "h200", batch, cached, schedule, fp8_weights=True).total
             predicted = row["drafts"] * draft + VERIFICATION * dense
-            assert predicted == pytest.approx(row["round_ms"], rel=0.2), row["case"]
+            assert predicted == pytest.approx(row["round_ms"], rel=0.15), row["case"]
 
     def test_fp8_drafts_pay_for_large_models_on_gpus_that_have_fp8(self) -> None:
         assert all(fp8_pays(qwen(size), "h200") for size in ("1.7b", "8b"))
