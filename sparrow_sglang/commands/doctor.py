@@ -90,15 +90,15 @@ def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:
     if problems:
         return
     try:
-        arguments = with_defaults(argv)
+        check_flags(argv)
+    except ValueError as error:
+        yield Check("FAIL", "flags", str(error))
+        return
+    try:
+        with_defaults(argv)
     except ModelError as error:
         # The demo model, which was not requested, may be missing.
         yield Check("FAIL" if argv else "note", "model", str(error))
-        return
-    try:
-        check_flags(arguments)
-    except ValueError as error:
-        yield Check("FAIL", "flags", str(error))
 
 
 def _check_plugin() -> Check:

@@ -95,9 +95,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(argv: Sequence[str]) -> None:
     try:
-        arguments = with_defaults(argv)
-        check_flags(arguments)
-        server_args = parse_server_args(arguments)
+        # Before the small model is converted, which takes half a minute.
+        check_flags(argv)
+        server_args = parse_server_args(with_defaults(argv))
     except (ValueError, RuntimeError, OSError) as error:
         raise InputError(str(error)) from error
     from sglang.launch_server import run_server

@@ -2,6 +2,7 @@
 command lines run in one process, before anything that takes longer to import than to answer."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -130,6 +131,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         capture_output=True,
         text=True,
         cwd=folder,
+        # Where the small model has not been converted yet.
+        env=os.environ | {"SPARROW_CACHE": str(folder / "cache")},
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
