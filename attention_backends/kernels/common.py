@@ -31,6 +31,11 @@ def dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def launch_early(early: bool) -> dict[str, bool]:
+    """Arguments of a launch that may start `early`; Triton's interpreter takes none."""
+    return {"launch_pdl": True} if early else {}
+
+
 @triton.jit
 def head_columns(D: tl.constexpr) -> tl.tensor:
     """Columns of a tile that holds a head: D of them, and the padding behind them."""

@@ -16,6 +16,7 @@ from sparrow_sglang.attention_backends.kernels.common import (
     dependent_launch,
     head_columns,
     head_mask,
+    launch_early,
     sm_count,
 )
 
@@ -390,8 +391,7 @@ def sparse_decode(
         AFTER_SELECT=early,
         BEFORE_MERGE=merge_early,
         num_warps=launch.num_warps,
-        # Triton's interpreter does not take this argument.
-        **({"launch_pdl": True} if early else {}),
+        **launch_early(early),
     )
     if not split:
         return
@@ -409,5 +409,5 @@ def sparse_decode(
         COLUMNS=columns,
         AFTER_DECODE=merge_early,
         num_warps=4,
-        **({"launch_pdl": True} if merge_early else {}),
+        **launch_early(merge_early),
     )

@@ -14,6 +14,7 @@ from sparrow_sglang.attention_backends.kernels.common import (
     dependent_launch,
     head_columns,
     head_mask,
+    launch_early,
     sm_count,
 )
 from sparrow_sglang.attention_backends.kernels.int4_scores import query_digits, score_int4_pages
@@ -392,6 +393,5 @@ def select_pages(
         CHUNK=min(triton.next_power_of_2(max_pages), _MAX_CHUNK),
         EARLY=early,
         num_warps=launch.num_warps,
-        # Triton's interpreter does not take this argument.
-        **({"launch_pdl": True} if early else {}),
+        **launch_early(early),
     )

@@ -25,10 +25,6 @@ VERIFICATION = 1.2
 _FP8_ROWS = 16
 _FP8_WEIGHTS = 3.4e9
 """Bytes of Qwen3-1.7B's weights, the smallest model measured: its layers take 0.73 of the time."""
-FP8_PAYS_BELOW = 0.75
-"""Lossless decoding makes FP8 copies of weights, unless required to, where layers then take at most
-this share of their time in 16 bits: FP8 costs up to 7 % of the tokens of a round, and only a part
-of a draft is spent in these layers."""
 CONSTANTS = Path(__file__).with_name("step_times.json")
 
 DRIVER = Path("/proc/driver/nvidia/gpus")

@@ -17,6 +17,7 @@ from sparrow_sglang.attention_backends.kernels.common import (
     INTERPRETED,
     assert_dense,
     dependent_launch,
+    launch_early,
     sm_count,
 )
 
@@ -67,6 +68,15 @@ def _follow(EARLY: tl.constexpr) -> None:
 
 
 @triton.jit
+def _row_of(
+    C: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The program's row, the channels of a block, which of them exist, and their offsets."""
+    row, channel = tl.program_id(0), tl.arange(0, BLOCK)
+    return row, channel, channel < C, row.to(tl.int64) * C + channel
+
+
+@triton.jit
 def _quantize_kernel(
     x: tl.tensor,
     values: tl.tensor,
@@ -75,9 +85,7 @@ def _quantize_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    row, channel = tl.program_id(0), tl.arange(0, BLOCK)
-    mask = channel < C
-    at = row.to(tl.int64) * C + channel
+    row, channel, mask, at = _row_of(C, BLOCK)
     _follow(EARLY)
     number = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     _store_quantized(number, mask, at, values, scales + row)
@@ -88,17 +96,15 @@ def _norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
+    eps: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
-    eps: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (row) adds `x` to the residual, and replaces it by the norm of the sum."""
-    row, channel = tl.program_id(0), tl.arange(0, BLOCK)
-    mask = channel < C
-    at = row.to(tl.int64) * C + channel
+    row, channel, mask, at = _row_of(C, BLOCK)
     _follow(EARLY)
     total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
@@ -121,9 +127,7 @@ def _silu_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Program (row) multiplies the SiLU of the first half of a row of `x` by the second."""
-    row, channel = tl.program_id(0), tl.arange(0, BLOCK)
-    mask = channel < C
-    at = row.to(tl.int64) * C + channel
+    row, channel, mask, at = _row_of(C, BLOCK)
     _follow(EARLY)
     gate = tl.load(x + at + row.to(tl.int64) * C, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + at + row.to(tl.int64) * C + C, mask=mask, other=0.0).to(tl.float32)
@@ -222,19 +226,23 @@ def _multiply_kernel(
 
 def _launch(device: torch.device) -> dict[str, Any]:
     early = dependent_launch(device)
-    # Triton's interpreter does not take the second argument.
-    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
+    return {"EARLY": early, **launch_early(early)}
+
+
+def _by_row(kernel: Any, out: Quantized, *arguments: Any) -> Quantized:
+    """Launch `kernel`, which writes a row of `out` a program."""
+    rows, channels = out.values.shape
+    block = triton.next_power_of_2(channels)
+    warps = min(16, max(4, block // 512))
+    launch = _launch(out.values.device)
+    kernel[(rows,)](*arguments, *out, channels, block, num_warps=warps, **launch)
+    return out
 
 
 def quantize(x: torch.Tensor, out: Quantized | None = None) -> Quantized:
     """Contiguous `x` [..., C] quantized, in `out` if that is given."""
     assert_dense(x)
-    out, channels = out or Quantized.empty_like(x), x.shape[-1]
-    block = triton.next_power_of_2(channels)
-    _quantize_kernel[(len(out.values),)](
-        x, *out, channels, block, num_warps=_warps(block), **_launch(x.device)
-    )
-    return out
+    return _by_row(_quantize_kernel, out or Quantized.empty_like(x), x)
 
 
 def add_norm(
@@ -242,32 +250,14 @@ def add_norm(
 ) -> Quantized:
     """Add `x` to `residual` and replace `x` by the RMS norm of the sum times `weight` [C], both in
     place and contiguous [..., C]; returns `x` quantized."""
-    out, channels = Quantized.empty_like(x), x.shape[-1]
-    block = triton.next_power_of_2(channels)
-    _norm_kernel[(len(out.values),)](
-        x,
-        residual,
-        weight,
-        *out,
-        eps,
-        channels,
-        block,
-        num_warps=_warps(block),
-        **_launch(x.device),
-    )
-    return out
+    return _by_row(_norm_kernel, Quantized.empty_like(x), x, residual, weight, eps)
 
 
 def silu_and_multiply(x: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
     """SiLU of the first half of contiguous `x` [..., 2 C] times the second: [..., C], and the same
     quantized."""
     product = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    out, channels = Quantized.empty_like(product), product.shape[-1]
-    block = triton.next_power_of_2(channels)
-    _silu_kernel[(len(out.values),)](
-        x, product, *out, channels, block, num_warps=_warps(block), **_launch(x.device)
-    )
-    return product, out
+    return product, _by_row(_silu_kernel, Quantized.empty_like(product), x, product)
 
 
 def arrival_counters(outputs: int, device: torch.device) -> torch.Tensor:
@@ -316,7 +306,3 @@ def multiply(
         **_launch(out.device),
     )
     return out
-
-
-def _warps(block: int) -> int:
-    return min(16, max(4, block // 512))

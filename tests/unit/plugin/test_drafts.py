@@ -1,6 +1,7 @@
 """Speculative sampling gives the dense distribution whatever drafts are sampled from."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 import torch
 from frequencies import REQUESTS, p_value, sampled_from, sampling
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.lossless import drafts as reference
+from sparrow_sglang.plugin.lossless.draft_weights import make_draft_weights
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -107,3 +110,17 @@ def test_schedules_of_drafts_need_no_calibration() -> None:
     drafts = BudgetSchedule.drafts()
     assert "NOT calibrated" in describe_schedule(drafts, {})
     assert "NOT calibrated" not in describe_schedule(drafts, {}, needs_calibration=False)
+
+
+def test_fp8_drafts_are_rejected_on_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
+
+    def make(setting: str) -> Any:
+        fields = SimpleNamespace(sparrow_draft_weights=setting)
+        return make_draft_weights(
+            SimpleNamespace(device="cuda", model=torch.nn.Linear(16, 16), server_args=fields)
+        )
+
+    assert not make("auto").copies and not make("model").copies
+    with pytest.raises(InputError, match=r"FP8 drafts .* 8\.6: .*--sparrow-draft-weights model"):
+        make("fp8")
