@@ -84,9 +84,9 @@ def add_draft_options(parser: argparse.ArgumentParser, several: bool) -> None:
 
 
 def set_acceptance_rate(options: argparse.Namespace, applies: bool) -> None:
-    """Set the default of --acceptance-rate; raises `ValueError` where it does not apply."""
+    """Set the default of --acceptance-rate where it applies; raises `ValueError` elsewhere."""
     if options.acceptance_rate is None:
-        options.acceptance_rate = 0.96
+        options.acceptance_rate = 0.96 if applies else None
     elif not applies:
         raise ValueError(
             f"--acceptance-rate {options.acceptance_rate}: expected random weights and --drafts"
