@@ -97,8 +97,10 @@ class Trainer(RayActor):
 
     def log_probs(self, ids: torch.Tensor, length: int) -> torch.Tensor:
         """Log-probs of the last `length` of `ids`, at the temperature of rollouts."""
-        logits = self.model(ids[None], logits_to_keep=length + 1).logits[0, :-1]
-        rows = (logits / self.args.rollout_temperature).log_softmax(-1)
+        # Servers round weights to bf16, which changes them by more than a step of the optimizer.
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            logits = self.model(ids[None], logits_to_keep=length + 1).logits[0, :-1]
+        rows = (logits.float() / self.args.rollout_temperature).log_softmax(-1)
         return rows.gather(1, ids[-length:, None])[:, 0]
 
     def update_weights(self) -> None:
