@@ -199,10 +199,8 @@ def run_side(model: Model, side: Side, options: Any) -> None:
     requests = make_requests(request_lengths(options), _prompts(model, options))
     defaults = engine_defaults(model, side, requests, torch.cuda.is_available())
     arguments = defaults | engine_arguments(options.engine_args)
-    with running(side, arguments, options.acceptance_rate, options.always_draft) as (
-        engine,
-        served,
-    ):
+    rate = options.acceptance_rate
+    with running(side, arguments, rate, options.always_draft) as (engine, served):
         replay(engine, make_requests([32] * GROUP, [requests[-1].prompt[::-1]]))
         before = _drafts_judged() if side.drafts else ()
         measured = replay(engine, requests)
