@@ -38,8 +38,8 @@ from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
+from sparrow_sglang.plugin.arguments.server_args import engine_arguments
 from sparrow_sglang.plugin.names import BACKEND
-from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.schedules.names import load_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import DRAFTS, PAGE_SIZE
 

@@ -42,8 +42,8 @@ from sparrow_sglang.command_line import count, table
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
+from sparrow_sglang.plugin.arguments.server_args import engine_arguments
 from sparrow_sglang.plugin.names import BACKEND
-from sparrow_sglang.plugin.server_args import engine_arguments
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule

@@ -19,8 +19,8 @@ from sparrow_sglang.models import (
     model_problem,
     path_problem,
 )
+from sparrow_sglang.plugin.arguments.server_args import argument_problem
 from sparrow_sglang.plugin.names import LOSSLESS
-from sparrow_sglang.plugin.server_args import argument_problem
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
 from sparrow_sglang.rl.tasks.files import require_module

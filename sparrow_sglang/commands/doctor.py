@@ -17,7 +17,7 @@ from sparrow_sglang.json_values import shortened
 from sparrow_sglang.models import ModelError, missing_weights
 from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.planning.step_time import DEFAULT_GPU, GPUS
-from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND, WEIGHTS_FIELD, uses_sparrow
 from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
@@ -136,7 +136,7 @@ def _check_platform() -> Check:
 
 
 def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
-    from sparrow_sglang.plugin.server_args import resolve_schedule
+    from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 
     try:
         # SGLang's own start-up messages would drown the report.

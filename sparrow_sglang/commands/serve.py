@@ -19,9 +19,9 @@ from sparrow_sglang.models import (
     model_problem,
     path_problem,
 )
-from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.arguments.server_args import FIELDS, plugins_problem
 from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
-from sparrow_sglang.plugin.server_args import FIELDS, plugins_problem
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedules.names import AUTO
 from sparrow_sglang.sglang_compat.arguments import (
@@ -127,7 +127,7 @@ def _serve(argv: Sequence[str]) -> None:
 
 def _ready_lines(server_args: "ServerArgs") -> str:
     from sparrow_sglang.attention_backends.dense_side import dense_backend
-    from sparrow_sglang.plugin.server_args import resolve_schedule
+    from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 
     view, model_config = resolved(server_args), read_model_config(server_args)
     schedule = resolve_schedule(server_args, model_config.hf_config)

@@ -1,1 +1,1 @@
-"""Everything that runs inside SGLang's processes: registration, hooks, refusals, control."""
+"""Everything that runs inside SGLang's processes, one folder for each of them."""

@@ -7,18 +7,16 @@ import inspect
 import operator
 from collections.abc import Iterable
 
-from sparrow_sglang.plugin import (
-    adapter_checks,
-    attach,
-    control_guards,
-    exact_acceptance,
-    memory,
-    request_hooks,
-    scheduler_calls,
-    scheduler_hooks,
-)
+from sparrow_sglang.plugin import scheduler_calls
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.hook import Hook
+from sparrow_sglang.plugin.launcher import attach, control_guards, request_hooks
+from sparrow_sglang.plugin.scheduler import (
+    adapter_checks,
+    exact_acceptance,
+    memory,
+    scheduler_hooks,
+)
 from sparrow_sglang.sglang_compat.versions import located, resolve_target
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

@@ -72,7 +72,7 @@ class Mode:
 
     def graph_runner(self) -> type:
         """The class that captures the decode steps of a GPU."""
-        from sparrow_sglang.plugin.graphs import DecodeGraphs
+        from sparrow_sglang.plugin.scheduler.graphs import DecodeGraphs
 
         return DecodeGraphs
 
@@ -83,7 +83,7 @@ class Mode:
     def measure(self, scheduler: "Scheduler") -> int:
         """Time decode, while no request runs, and choose by it. Returns the tokens up to which
         decode should be dense, the same on all ranks."""
-        from sparrow_sglang.plugin.timing import measure_dense_tokens
+        from sparrow_sglang.plugin.scheduler.timing import measure_dense_tokens
 
         tokens = measure_dense_tokens(scheduler.tp_worker.model_runner)
         return int(gather_tp(scheduler, tokens)[0])

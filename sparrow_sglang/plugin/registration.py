@@ -1,13 +1,29 @@
-"""Entry point of SGLang's plugins: makes the attention backend `sparrow` known to SGLang. SGLang
-calls `register` once in the launching process and in every scheduler. It only logs errors of
-plugins and hooks, so the backend's factory checks for such errors and refuses to start."""
+"""Entry points of SGLang's platforms and plugins.
 
+SGLang runs `activate` during `import sglang`, when it is only half imported, so that nothing here
+imports it at the top. It calls `register` once in the launching process and in every scheduler. It
+only logs errors of plugins and hooks, so the backend's factory checks for such errors and refuses
+to start."""
+
+import importlib.util
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from sparrow_sglang.attention_backends.dense_side import dense_backend
-from sparrow_sglang.plugin import adapter_checks, server_args
-from sparrow_sglang.plugin.exact_acceptance import record_size
+from sparrow_sglang.plugin.arguments import server_args
+from sparrow_sglang.plugin.arguments.layer_refusals import unknown_attributes
+from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.arguments.refusals import (
+    device_problems,
+    model_problems,
+    not_registered,
+    runner_problems,
+    server_problems,
+)
+from sparrow_sglang.plugin.errors import refuse
 from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
@@ -16,19 +32,12 @@ from sparrow_sglang.plugin.hooks import (
     is_applied,
     register_hooks,
 )
-from sparrow_sglang.plugin.layer_refusals import unknown_attributes
-from sparrow_sglang.plugin.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND
-from sparrow_sglang.plugin.refusals import (
-    device_problems,
-    model_problems,
-    not_registered,
-    refuse,
-    runner_problems,
-    server_problems,
-)
+from sparrow_sglang.plugin.scheduler import adapter_checks
+from sparrow_sglang.plugin.scheduler.exact_acceptance import record_size
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
+from sparrow_sglang.processes import ignore_sigint_if_shielded
 from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.sglang_compat.install import (
     INSTALL,
@@ -41,6 +50,33 @@ from sparrow_sglang.sglang_compat.versions import ranks
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+CPU_PLATFORM = "sparrow_sglang.plugin.cpu.platform:SparrowCpuPlatform"
+
+
+def activate() -> str | None:
+    """Qualified name of the CPU platform, or None where SGLang has a platform of its own."""
+    ignore_sigint_if_shielded()
+    server_args.install_on_import()
+    # The variable selects SGLang's own CPU engine, which needs Intel AMX.
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or has_accelerator():
+        return None
+    return CPU_PLATFORM
+
+
+def has_accelerator() -> bool:
+    """Whether this machine has a device that SGLang should serve from."""
+    return (
+        torch.cuda.is_available()  # ROCm too
+        or torch.xpu.is_available()
+        or torch.backends.mps.is_available()
+        # These packages add their device to torch on import, which may not have happened yet.
+        or any(
+            importlib.util.find_spec(name) is not None
+            for name in ("torch_npu", "habana_frameworks", "torch_musa")
+        )
+    )
 
 
 def register() -> None:

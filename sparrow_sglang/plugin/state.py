@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sparrow_sglang.attention_backends.budget_table import BudgetTable
-    from sparrow_sglang.plugin.audit.auditor import Auditor
+    from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
 
 
 @dataclass

@@ -12,7 +12,7 @@ from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin import graphs, timing
+from sparrow_sglang.plugin.scheduler import graphs, timing
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule

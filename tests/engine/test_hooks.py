@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparrow_sglang.plugin import memory
+from sparrow_sglang.plugin.scheduler import memory
 
 
 @pytest.fixture(autouse=True)

@@ -32,14 +32,14 @@ from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin import forward
+from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
-from sparrow_sglang.plugin.modes import mode_of
-from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.plugin.scheduler import forward
 from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, resolved
 
 RUN = forward.run

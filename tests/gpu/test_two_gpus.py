@@ -14,7 +14,7 @@ from engines import random_prompt, save_tiny_model
 from oracle import ContractModel
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import read_mismatch_log
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 

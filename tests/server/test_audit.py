@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin.audit import mismatch_log
-from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
+from sparrow_sglang.plugin.launcher.audit import mismatch_log
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import read_mismatch_log
 
 FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}

@@ -12,8 +12,8 @@ from engines import random_prompt
 from servers import start_server
 from waiting import wait_until
 
-from sparrow_sglang.plugin.audit import mismatch_log
-from sparrow_sglang.plugin.audit.mismatch_log import read_mismatch_log
+from sparrow_sglang.plugin.launcher.audit import mismatch_log
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import read_mismatch_log
 
 CONTEXT = 640
 PLAIN = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}

@@ -98,7 +98,7 @@ def test_top_logprobs_are_bounded_over_all_positions(
 ) -> None:
     from types import SimpleNamespace
 
-    from sparrow_sglang.plugin.request_checks import _require_logprobs
+    from sparrow_sglang.plugin.launcher.request_checks import _require_logprobs
     from sparrow_sglang.schedules.options import RequestError
 
     def check(start: int, listed: int, prompt: int, new: int | None = 1) -> None:

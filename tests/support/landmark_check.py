@@ -7,7 +7,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
-from sparrow_sglang.plugin import attach, routes
+from sparrow_sglang.plugin.launcher import attach, routes
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength
 from sparrow_sglang.plugin.scheduler_calls import call_schedulers, requests_blocked, scheduler_rpc
 from sparrow_sglang.sglang_compat.versions import is_empty, kv_of

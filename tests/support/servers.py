@@ -65,7 +65,7 @@ def _in_a_session_of_its_own(serve: Callable[..., None], *arguments: Any) -> Non
 def _serve(http_server: Any, arguments: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    from sparrow_sglang.plugin import control
+    from sparrow_sglang.plugin.launcher import control
 
     async def nothing(manager: Any) -> None:
         """The speed of this machine does not decide which steps are dense."""

@@ -18,13 +18,13 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin import forward, timing
-from sparrow_sglang.plugin.graphs import SPARSE, DecodeGraphs
 from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
 from sparrow_sglang.plugin.names import WEIGHTS_FIELD
+from sparrow_sglang.plugin.scheduler import forward, timing
+from sparrow_sglang.plugin.scheduler.graphs import SPARSE, DecodeGraphs
 from sparrow_sglang.plugin.server_log import announce
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from sparrow_sglang.attention_backends.gpu_decode import (
     TritonPagedDecode,
 )
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.plugin import memory
+from sparrow_sglang.plugin.scheduler import memory
 
 SCHEDULE = make_schedule(16, 40, [16, 24])
 HEADS, DIM, CONTEXT = (8, 2), 64, 4096

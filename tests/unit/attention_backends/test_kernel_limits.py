@@ -85,7 +85,7 @@ def test_dtype(problems):
 
 
 def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
-    from sparrow_sglang.plugin import server_args
+    from sparrow_sglang.plugin.arguments import server_args
 
     args = make_args(folder_of(tmp_path / "model", {"head_dim": 48}))
     server_args._check_resolved(args)

@@ -11,11 +11,15 @@ import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.mismatch.exact_rates import AUDIT_SLOTS
-from sparrow_sglang.plugin.audit.auditor import Auditor
-from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog, read_mismatch_log
-from sparrow_sglang.plugin.audit.queue import AuditQueue, skip_reason
-from sparrow_sglang.plugin.audit.statistics import SKIPPED
-from sparrow_sglang.plugin.exact_acceptance import keep_or_compare
+from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import (
+    TOKEN_ROW,
+    MismatchLog,
+    read_mismatch_log,
+)
+from sparrow_sglang.plugin.launcher.audit.queue import AuditQueue, skip_reason
+from sparrow_sglang.plugin.launcher.audit.statistics import SKIPPED
+from sparrow_sglang.plugin.scheduler.exact_acceptance import keep_or_compare
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule

@@ -8,8 +8,8 @@ from engines import SCHEDULE
 from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.tail import TailStatistics
-from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW
-from sparrow_sglang.plugin.audit.statistics import FALSE_WARNINGS, AuditReport
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import TOKEN_ROW
+from sparrow_sglang.plugin.launcher.audit.statistics import FALSE_WARNINGS, AuditReport
 
 TARGETED = SCHEDULE.model_copy(update={"tail_target": 0.86})
 

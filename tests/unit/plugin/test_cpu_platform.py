@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparrow_sglang.plugin import platform
+from sparrow_sglang.plugin import registration
 from sparrow_sglang.plugin.cpu.fallbacks import prepare_rank
 
 
@@ -13,19 +13,19 @@ class TestActivate:
     @pytest.fixture(autouse=True)
     def plain_cpu(self, monkeypatch):
         monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-        monkeypatch.setattr(platform.server_args, "install_on_import", lambda: None)
+        monkeypatch.setattr(registration.server_args, "install_on_import", lambda: None)
         for device in (torch.cuda, torch.xpu, torch.backends.mps):
             monkeypatch.setattr(device, "is_available", lambda: False)
-        monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(registration.importlib.util, "find_spec", lambda name: None)
 
     @pytest.mark.parametrize("device", ["cuda", "xpu", "backends.mps"])
     def test_declines_next_to_an_accelerator(self, monkeypatch, device):
         monkeypatch.setattr(f"torch.{device}.is_available", lambda: True)
-        assert platform.activate() is None
+        assert registration.activate() is None
 
     def test_declines_when_the_user_asks_for_sglangs_cpu_engine(self, monkeypatch):
         monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-        assert platform.activate() is None
+        assert registration.activate() is None
 
 
 def test_nothing_is_compiled_in_a_rank():

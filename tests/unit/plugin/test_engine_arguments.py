@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sparrow_sglang.plugin.server_args import engine_argument_types, engine_arguments
+from sparrow_sglang.plugin.arguments.server_args import engine_argument_types, engine_arguments
 
 
 @pytest.mark.parametrize("value", ["4k", True, [1]])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sparrow_sglang.plugin.control_guards import resume_memory
+from sparrow_sglang.plugin.launcher.control_guards import resume_memory
 from sparrow_sglang.plugin.scheduler_calls import ControlError, flush
 from sparrow_sglang.plugin.state import ServerState
 from sparrow_sglang.schedules.schedule import BudgetSchedule

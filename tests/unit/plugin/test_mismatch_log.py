@@ -9,8 +9,12 @@ import pyarrow.parquet
 import pytest
 from numpy.typing import NDArray
 
-from sparrow_sglang.plugin.audit import mismatch_log
-from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog, read_mismatch_log
+from sparrow_sglang.plugin.launcher.audit import mismatch_log
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import (
+    TOKEN_ROW,
+    MismatchLog,
+    read_mismatch_log,
+)
 
 
 def rows(request_id: str, tokens: int = 10, seed: int = 0) -> NDArray[Any]:

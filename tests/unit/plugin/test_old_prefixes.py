@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparrow_sglang.plugin import control_guards, request_hooks
+from sparrow_sglang.plugin.launcher import control_guards, request_hooks
 from sparrow_sglang.plugin.state import ServerState
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import ComponentType
 
-from sparrow_sglang.plugin.scheduler_hooks import _cache_prefilled
+from sparrow_sglang.plugin.scheduler.scheduler_hooks import _cache_prefilled
 
 PREFILLED = 150
 

@@ -11,7 +11,7 @@ from configs import save_config
 from sglang.srt.layers.radix_attention import AttentionType
 from transformers import LlamaConfig
 
-from sparrow_sglang.plugin.adapter_checks import shapes_of
+from sparrow_sglang.plugin.scheduler.adapter_checks import shapes_of
 from sparrow_sglang.sglang_compat.arguments import attention_backends, resolved
 
 DEEPSEEK = {
@@ -75,7 +75,7 @@ def test_a_model_for_which_sglang_puts_another_backend_in_the_place_of_ours(make
 @pytest.mark.parametrize("graphs", ["breakable", "disabled"])
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_decode_steps_that_dp_attention_would_turn_into_prefills(make_args, graphs, dp_size):
-    from sparrow_sglang.plugin.refusals import server_problems
+    from sparrow_sglang.plugin.arguments.refusals import server_problems
 
     class View:
         """Arguments on a GPU, where graphs of a prefill are the default."""
@@ -113,7 +113,9 @@ def test_linear_attention_is_served_where_its_kernels_run(make_args, tmp_path, m
     assert resolved(make_args(model, disable_radix_cache=True)).page_size == 16
     with pytest.raises(ValueError, match="mamba_radix_cache_strategy"):
         make_args(model, mamba_radix_cache_strategy="extra_buffer_lazy")
-    monkeypatch.setattr("sparrow_sglang.plugin.refusals.installed_version", lambda: "0.5.18")
+    monkeypatch.setattr(
+        "sparrow_sglang.plugin.arguments.refusals.installed_version", lambda: "0.5.18"
+    )
     with pytest.raises(ValueError, match="0.5.18"):
         make_args(model, disable_radix_cache=True)
 
@@ -245,7 +247,7 @@ class TestRunner:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        from sparrow_sglang.plugin.refusals import runner_problems
+        from sparrow_sglang.plugin.arguments.refusals import runner_problems
 
         def find(
             layer: dict,

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sparrow_sglang.plugin.request_checks import regex_problem
+from sparrow_sglang.plugin.launcher.request_checks import regex_problem
 
 SLOW = [
     ".{0,7}" * 12 + "\\0",

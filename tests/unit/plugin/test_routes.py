@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sparrow_sglang.plugin.routes import with_checks
+from sparrow_sglang.plugin.launcher.routes import with_checks
 
 ERROR = {"error": {"message": "wrong", "code": 413}}
 FLAT = {"object": "error", "message": "wrong", "type": "BadRequestError", "code": 400}

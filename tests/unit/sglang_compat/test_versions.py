@@ -10,7 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin import hooks, layer_refusals, registration
+from sparrow_sglang.plugin import hooks, registration
+from sparrow_sglang.plugin.arguments import layer_refusals
 from sparrow_sglang.plugin.lossless.hooks import HOOKS
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_compat import arguments, install

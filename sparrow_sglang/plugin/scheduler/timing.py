@@ -9,8 +9,8 @@ import torch
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.hf_config import partial_layers
-from sparrow_sglang.plugin import forward
-from sparrow_sglang.plugin.graphs import DecodeGraphs
+from sparrow_sglang.plugin.scheduler import forward
+from sparrow_sglang.plugin.scheduler.graphs import DecodeGraphs
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

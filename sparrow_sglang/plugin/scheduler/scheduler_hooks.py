@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.plugin.exact_acceptance import assign_recordings
-from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.scheduler.exact_acceptance import assign_recordings
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.install import INSTALL

@@ -1,6 +1,6 @@
 """Our backend, fields and checks in SGLang's `ServerArgs`, and the arguments of an engine.
 Frameworks build argument parsers and `ServerArgs` in processes that have only imported SGLang, so
-this cannot wait until SGLang loads plugins: `platform.activate` runs it during `import sglang`."""
+this cannot wait until SGLang loads plugins: `activate` runs it during `import sglang`."""
 
 import functools
 import importlib.abc
@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import read_object
-from sparrow_sglang.plugin.adapter_checks import check_config
-from sparrow_sglang.plugin.modes import mode_of
-from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
-from sparrow_sglang.plugin.refusals import (
+from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.arguments.refusals import (
     device_problems,
     model_problems,
     not_registered,
     rank_problems,
-    refuse,
     server_problems,
 )
+from sparrow_sglang.plugin.errors import refuse
+from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
+from sparrow_sglang.plugin.scheduler.adapter_checks import check_config
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model, schedule_spec
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
-from sparrow_sglang.plugin.adapters import adapter
-from sparrow_sglang.plugin.audit.auditor import Auditor
-from sparrow_sglang.plugin.audit.mismatch_log import MismatchLog
-from sparrow_sglang.plugin.control import schedule
-from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
+from sparrow_sglang.plugin.launcher.adapters import adapter
+from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import MismatchLog
+from sparrow_sglang.plugin.launcher.control import schedule
+from sparrow_sglang.plugin.launcher.routes import add_routes
 from sparrow_sglang.plugin.names import uses_sparrow
-from sparrow_sglang.plugin.routes import add_routes
-from sparrow_sglang.plugin.server_args import resolve_schedule
 from sparrow_sglang.plugin.state import ServerState
 from sparrow_sglang.schedules.options import ATTRIBUTE
 from sparrow_sglang.sglang_compat.arguments import resolved

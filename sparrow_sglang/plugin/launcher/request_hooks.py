@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RATES
-from sparrow_sglang.plugin.control import measure_once
-from sparrow_sglang.plugin.request_checks import (
+from sparrow_sglang.plugin.launcher.control import measure_once
+from sparrow_sglang.plugin.launcher.request_checks import (
     UNREADABLE,
     require_samples,
     require_servable,
@@ -32,7 +32,7 @@ from sparrow_sglang.sglang_compat.versions import weight_metadata
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sparrow_sglang.plugin.audit.auditor import Auditor
+    from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
 
 _DONE = "data: [DONE]\n\n"
 

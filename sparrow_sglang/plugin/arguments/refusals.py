@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_FIELD, dense_problems
 from sparrow_sglang.attention_backends.kernel_limits import fp8_problems, kernel_problems
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import (
     FULL,
     LINEAR,
@@ -18,8 +17,8 @@ from sparrow_sglang.hf_config import (
     num_layers_of,
     window_layers,
 )
-from sparrow_sglang.plugin.layer_refusals import layer_problems
-from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.arguments.layer_refusals import layer_problems
+from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND, LOSSLESS
 from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_compat.arguments import attention_backends, attention_tp_size, resolved
@@ -389,10 +388,3 @@ def not_registered(error: Exception) -> RuntimeError:
         f"sparrow-sglang could not be registered: {error!r}; install an SGLang that it runs with,"
         f" or choose another --attention-backend than {BACKEND}"
     )
-
-
-def refuse(problems: list[str]) -> None:
-    """Raise `InputError` that lists the problems, if there are any."""
-    if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise InputError(f"attention backend {BACKEND!r} cannot run here:\n{listed}")

@@ -19,9 +19,14 @@ from sparrow_sglang.mismatch.exact_rates import (
     exact_rates,
     response_logprobs,
 )
-from sparrow_sglang.plugin.audit.mismatch_log import TOKEN_ROW, MismatchLog
-from sparrow_sglang.plugin.audit.queue import AuditQueue, RecordedRequest, remove_slots, skip_reason
-from sparrow_sglang.plugin.audit.statistics import AuditReport
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import TOKEN_ROW, MismatchLog
+from sparrow_sglang.plugin.launcher.audit.queue import (
+    AuditQueue,
+    RecordedRequest,
+    remove_slots,
+    skip_reason,
+)
+from sparrow_sglang.plugin.launcher.audit.statistics import AuditReport
 from sparrow_sglang.plugin.scheduler_calls import is_idle
 from sparrow_sglang.schedules.options import request_state
 from sparrow_sglang.schedules.schedule import BudgetSchedule

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.plugin.exact_acceptance import record_bytes
-from sparrow_sglang.plugin.modes import mode_of
+from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.names import uses_sparrow
-from sparrow_sglang.plugin.server_args import resolve_schedule
+from sparrow_sglang.plugin.scheduler.exact_acceptance import record_bytes
 from sparrow_sglang.schedules.selection import landmark_bytes
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.arguments import resolved, rows_of_graphs

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.json_values import cut, quoted
-from sparrow_sglang.plugin.adapter_checks import (
+from sparrow_sglang.plugin.scheduler.adapter_checks import (
     FACTOR,
     FUSED,
     check_config,

@@ -1,0 +1,1 @@
+"""The process that receives requests: routes, checks, reports, control, the audit."""
