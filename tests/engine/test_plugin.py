@@ -78,6 +78,7 @@ import argparse, dataclasses, json, pickle, sys, types
 import sglang
 from sglang.srt.server_args import ServerArgs
 from sglang.srt import plugins
+from sparrow_sglang.plugin.state import PROCESS
 
 model, schedule = sys.argv[1:]
 
@@ -114,7 +115,7 @@ if struct:
     default = types.SimpleNamespace(**default.resolved_dict())
 print("RESULT" + json.dumps({
     "plugins_loaded": plugins._plugins_loaded,
-    "plugin_imported": "sparrow_sglang.plugin.registration" in sys.modules,
+    "registered": bool(PROCESS.hooks),
     "built": [[a.attention_backend, a.sparrow_schedule, a.page_size] for a in built],
     "as_dict": as_dict["sparrow_schedule"],
     "default": default.page_size,
@@ -137,7 +138,7 @@ def test_foreign_process(sharp_llama, schedule_file):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.rsplit("RESULT", 1)[1])
     assert result["plugins_loaded"] is False
-    assert result["plugin_imported"] is False
+    assert result["registered"] is False
     assert result["built"] == [["sparrow", schedule_file, 16]] * 4
     assert result["as_dict"] == schedule_file
     assert result["default"] == 1
