@@ -224,8 +224,9 @@ def _drafts_judged() -> tuple[float, float]:
 
     registry = CollectorRegistry()
     MultiProcessCollector(registry)
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
     names = ("sparrow:drafts_total", "sparrow:accepted_drafts_total")
-    proposed, accepted = (registry.get_sample_value(name) or 0.0 for name in names)
+    proposed, accepted = (sum(one.value for one in samples if one.name == name) for name in names)
     return proposed, accepted
 
 

@@ -142,6 +142,15 @@ def logits_of(processor: Any, states: Any, lm_head: Any, metadata: Any) -> Any:
     return processor._get_logits(states, lm_head, metadata, **arguments)
 
 
+def replica_rank(worker_arguments: Mapping[str, Any]) -> int | None:
+    """The rank of this process among the replicas of --dp-size, None without; in 0.5.20 among the
+    arguments of a worker of speculative decoding."""
+    from sglang.srt.runtime_context import get_parallel
+
+    rank: int | None = worker_arguments.get("ps", get_parallel()).dp_rank
+    return rank
+
+
 def kv_of(req: Any) -> Any:
     """The object with `req_pool_idx`, `kv_committed_len` and `cache_protected_len` of a request."""
     kv = getattr(req, "kv", None)

@@ -1,7 +1,9 @@
 """A server with lossless decoding, by the `openai` client, against a stock one."""
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,8 +11,9 @@ import openai
 import pytest
 from adapted_models import save_model_of_words, token_ids, words
 from engines import random_prompt
-from servers import sparrow_metrics, start_server
+from servers import exported, sparrow_metrics, start_server
 
+DASHBOARD = Path(__file__).parents[2] / "examples" / "openai_server" / "grafana.json"
 PROMPT = words(random_prompt(0, 100))
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 40}
 
@@ -68,22 +71,39 @@ def test_answers_are_those_of_a_stock_server(served: tuple[str, str]) -> None:
 
 
 def test_drafts_are_counted(served: tuple[str, str]) -> None:
-    """The ratio of the counters estimates the mean acceptance rate along answers."""
-    before, accepted = counters(served[0]), 0
+    """The ratio of two counters estimates the mean acceptance rate along answers."""
+    before, rounds, accepted = counters(served[0]), 0, 0
     for tokens in (11, 12, 13, 14):
         body = {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": tokens}}
         meta = httpx.post(f"{served[0]}/generate", json=body, timeout=60).json()["meta_info"]
+        rounds += meta["spec_verify_ct"]
         accepted += sum(n * count for n, count in enumerate(meta["spec_correct_drafts_histogram"]))
-    drafts, counted = (now - then for now, then in zip(counters(served[0]), before, strict=True))
-    assert 0 < counted == accepted < drafts
+    now = counters(served[0])
+    drafted, judged, counted = (now[name] - before[name] for name in before)
+    # A round may be launched before the one that ends the request is known.
+    assert 0 < counted == accepted < judged <= 4 * rounds <= drafted <= 4 * (rounds + 4)
+    found = exported(served[0])
+    kinds = {name: labels.pop("kind", None) for name, labels in found.items() if "draft" in name}
+    names = re.findall(r"sparrow\[:_\](\w*draft\w*)", DASHBOARD.read_text("utf-8"))
+    for name in names:
+        assert found[f"sparrow:{name}"] == found["sglang:spec_accept_length"]
+        assert kinds[f"sparrow:{name}"] == (None if name == "drafts_per_round" else {"sparse"})
+    assert len(set(names)) == 4
+    gauges = [v for name, v in sparrow_metrics(served[0]).items() if "drafts_per_round" in name]
+    assert gauges == [4]
 
 
-def counters(url: str) -> tuple[float, float]:
-    drafts, accepted = (
-        sum(value for name, value in sparrow_metrics(url).items() if name.startswith(counter))
-        for counter in ("sparrow:drafts_total", "sparrow:accepted_drafts_total")
-    )
-    return drafts, accepted
+def counters(url: str) -> dict[str, float]:
+    metrics = sparrow_metrics(url).items()
+    names = ("drafted_tokens", "drafts", "accepted_drafts")
+    return {
+        name: sum(
+            value
+            for found, value in metrics
+            if found.startswith(f"sparrow:{name}_total{{") and 'kind="sparse"' in found
+        )
+        for name in names
+    }
 
 
 def test_what_a_round_cannot_honour_is_a_bad_request(served: tuple[str, str]) -> None:

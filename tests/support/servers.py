@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +82,20 @@ def sparrow_metrics(url: object) -> dict[str, float]:
     lines = httpx.get(f"{str(url).rstrip('/')}/metrics/", follow_redirects=True).text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("sparrow:")]
     return {name: float(value) for name, value in pairs}
+
+
+def exported(url: object) -> dict[str, dict[str, set[str]]]:
+    """Metric -> label -> values, as a scrape sees them."""
+    # prometheus_client could parse this, but a server forked from a process that has imported it
+    # does not export what its own processes count.
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for line in httpx.get(f"{str(url).rstrip('/')}/metrics/").text.splitlines():
+        if sample := re.match(r"([\w:]+)(?:\{(.*)\})? \S+$", line):
+            name, labels = sample.groups()
+            for label, value in re.findall(r'(\w+)="([^"]*)"', labels or ""):
+                found[name][label].add(value)
+            found[name]
+    return found
 
 
 def running_requests(client: httpx.Client) -> int:

@@ -22,10 +22,12 @@ from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
+from sparrow_sglang.plugin.lossless.metrics import Drafted, DraftMetrics
 from sparrow_sglang.plugin.names import WEIGHTS_FIELD
 from sparrow_sglang.plugin.scheduler import forward, timing
 from sparrow_sglang.plugin.scheduler.graphs import SPARSE, DecodeGraphs
 from sparrow_sglang.plugin.server_log import announce
+from sparrow_sglang.sglang_compat.versions import replica_rank
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -103,15 +105,8 @@ class LosslessWorker(BaseSpecWorker):
         self._weights: DraftWeights = getattr(target_worker.model_runner, WEIGHTS_FIELD)
         # Drafts and requests of the rounds whose outcome is not on the host yet.
         self._in_flight: deque[tuple[int, list[Req]]] = deque()
-        is_first = get_parallel().tp_rank == 0
-        self._counters: list[Any] = []
-        if server_args.enable_metrics and is_first:
-            from prometheus_client import Counter
-
-            self._counters = [
-                Counter("sparrow:drafts", "Drafts whose predecessors were all accepted"),
-                Counter("sparrow:accepted_drafts", "Drafts that were accepted"),
-            ]
+        counts = server_args.enable_metrics and get_parallel().tp_rank == 0
+        self._metrics = DraftMetrics(server_args, replica_rank(ignored)) if counts else None
         self._positions = torch.arange(self._width, device=self.device)[:, None]
 
     def __getattr__(self, name: str) -> Any:
@@ -135,8 +130,8 @@ class LosslessWorker(BaseSpecWorker):
             if not (req.finished() or req.is_retracted)
         ]
         counts = self._draft_length.observe(drafts, accepted)
-        for counter, count in zip(self._counters, counts, strict=False):
-            counter.inc(count)
+        if self._metrics is not None:
+            self._metrics.observe(drafts, {"sparse": Drafted(drafts * len(requests), *counts)})
 
     def init_cuda_graphs(self) -> None:
         """Capture draft and dense steps; SGLang has captured verifications, if graphs are on."""
