@@ -10,9 +10,9 @@ import os
 import pkgutil
 import random
 import signal
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
@@ -23,9 +23,9 @@ import psutil
 import pytest
 import torch
 import zmq
-from landmark_check import run_scheduler
 from packaging.version import Version
 from ports import free_port
+from rounds import run_scheduler
 from waiting import wait_until
 
 from sparrow_sglang.plugin.state import server_state
@@ -117,12 +117,18 @@ class EngineDied(RuntimeError):
 
 
 @contextmanager
-def start_engine(model_path: str, *, measured: bool = False, **server_args: Any) -> Iterator[Any]:
+def start_engine(
+    model_path: str, *, measured: bool = False, rounds: Sequence[Any] = (), **server_args: Any
+) -> Iterator[Any]:
     """A running `sglang.Engine`; several may run at once. Unless `measured`, the speed of this
-    machine does not decide which steps are dense, nor how many tokens a round drafts. It takes
-    token ids, because the tiny checkpoints have no tokenizer. `server_args` go to SGLang unchanged
-    and override the defaults below."""
+    machine does not decide which steps are dense, nor what a round drafts: it follows the plans
+    `rounds` in turn, see rounds.py. The engine takes token ids, because the tiny checkpoints have
+    no tokenizer. `server_args` go to SGLang unchanged and override the defaults below."""
     engine_module = import_for_fork()
+
+    class Engine(engine_module.Engine):  # type: ignore[misc, name-defined]
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, rounds=rounds))
+
     defaults = {
         "model_path": model_path,
         "skip_tokenizer_init": True,
@@ -139,7 +145,7 @@ def start_engine(model_path: str, *, measured: bool = False, **server_args: Any)
     contexts: list[zmq.Context[Any]] = []
     try:
         with _zmq_contexts_into(contexts):
-            engine = engine_module.Engine(**(defaults | server_args))
+            engine = Engine(**(defaults | server_args))
         if (state := server_state(engine.tokenizer_manager)) is not None:
             state.measures_dense &= measured
         yield engine

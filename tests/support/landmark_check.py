@@ -8,7 +8,6 @@ import torch
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
 from sparrow_sglang.plugin.launcher import attach, routes
-from sparrow_sglang.plugin.lossless.draft_length import DraftLength
 from sparrow_sglang.plugin.scheduler_calls import call_schedulers, requests_blocked, scheduler_rpc
 from sparrow_sglang.sglang_compat.versions import is_empty, kv_of
 
@@ -33,24 +32,6 @@ async def landmarks(manager: "TokenizerManager", timeout_s: float = 10.0) -> dic
 def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     check_landmarks(scheduler)
     return {"pages": len(live_pages(scheduler))}
-
-
-def run_scheduler(*arguments: Any, **named: Any) -> Any:
-    """SGLang's scheduler process; also a spawned one, as on a GPU, imports this module then."""
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    draft_untimed()
-    return run_scheduler_process(*arguments, **named)
-
-
-def draft_untimed() -> None:
-    """Have rounds that no test has timed draft as many tokens as they may."""
-    timed = DraftLength.next_round
-
-    def next_round(self: DraftLength, *load: Any) -> int:
-        return self.most if self.times is None else timed(self, *load)
-
-    DraftLength.next_round = next_round  # type: ignore[method-assign]
 
 
 attach.CALLS[_CALL] = landmarks

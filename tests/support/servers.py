@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import psutil
 from engines import import_for_fork, kill
-from landmark_check import draft_untimed
 from ports import free_port
+from rounds import choose_rounds
 
 START_S = 120.0
 
@@ -73,7 +73,7 @@ def _serve(http_server: Any, arguments: dict[str, Any]) -> None:
         """The speed of this machine does not decide which steps are dense."""
 
     control._measure_all = nothing
-    draft_untimed()
+    choose_rounds()
     http_server.launch_server(ServerArgs(**arguments))
 
 
