@@ -5,7 +5,6 @@ difference of their times over the difference of their lengths, so that prefill 
 cancel. Prefill is timed with an empty prefix cache, to the last sequence's first token."""
 
 import argparse
-import dataclasses
 import json
 import random
 import re
@@ -13,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from sparrow_sglang.benchmarks.common import (
@@ -40,13 +38,11 @@ from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import count, table
 from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.planning import step_time
-from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedules.names import load_schedule
-from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule
+from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
 SHORT, LONG = 16, 144
 CONTEXT, LONGEST = 40960, 131072
@@ -55,9 +51,8 @@ RATES = (0.96, 0.94, 0.9, 0.85)
 
 DESCRIPTION = """\
 Time prefill and one decode step of stock SGLang, dense and with sparrow, in the shapes of real
-models with random weights (nothing is downloaded). The floor is the time to read the bytes that a
-step needs, at the copy bandwidth measured in the same run. A dense side whose engine fails is left
-out; the exit code is then 1.
+models with random weights (nothing is downloaded). A dense side whose engine fails is left out; the
+exit code is then 1.
 """
 EXAMPLES = """\
   sparrow bench step                                       Qwen3-1.7B, 16 sequences of 32K tokens
@@ -87,57 +82,6 @@ def batch_and_length(case: str) -> tuple[int, int]:
 def model_config(model: str) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads((MODELS / model / "config.json").read_text())
     return fields
-
-
-def kv_cache_dtype(options: argparse.Namespace) -> str:
-    dtype = engine_arguments(options.engine_args).get("kv_cache_dtype", "auto")
-    if dtype not in KV_ITEMSIZES:
-        raise ValueError(f"--engine-args kv_cache_dtype={dtype!r}: expected {[*KV_ITEMSIZES]}")
-    return str(dtype)
-
-
-def model_shape(model: str, kv_dtype: str = "auto") -> ModelShape:
-    shape = ModelShape.from_config(model_config(model))
-    return dataclasses.replace(shape, kv_itemsize=KV_ITEMSIZES[kv_dtype])
-
-
-def step_bytes(
-    shape: ModelShape,
-    batch: int,
-    cached: int,
-    schedule: BudgetSchedule | None,
-    ranks: int = 1,
-    same_experts: bool = False,
-    quantization: str | None = None,
-) -> int:
-    """Bytes that one decode step must read on each of `ranks` GPUs: the weights once, and KV and
-    landmarks per sequence. Of the experts, those of one token count if all tokens choose the same
-    ones; otherwise as many count as the batch is expected to choose. Under the quantization "fp8"
-    all weights but those of the output projection take one byte; of others the 16-bit weights are
-    counted."""
-    part = shape.on_rank(ranks)
-    moved = step_time.step_bytes(part, batch, cached, schedule)
-    weights = part.weights_read(1 if same_experts else batch)
-    weight_bytes = 2 * weights
-    if quantization == "fp8":
-        weight_bytes = weights + part.hidden_size * part.vocab_size
-    return round(weight_bytes + moved.kv + moved.landmarks + moved.states)
-
-
-def copy_bandwidth() -> float:
-    """Device-to-device copy bandwidth in bytes/s, bytes read plus bytes written."""
-    import torch
-
-    source = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda").random_(0, 255)
-    target = torch.empty_like(source)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(24)]
-    for event in events:
-        target.copy_(source)
-        event.record()
-    torch.cuda.synchronize()
-    # The first copies warm up.
-    times_ms = [start.elapsed_time(end) for start, end in pairwise(events[3:])]
-    return 2 * source.nbytes / (statistics.median(times_ms) / 1e3)
 
 
 def time_steps(
@@ -216,17 +160,10 @@ def engine_defaults(options: argparse.Namespace, model: str, side: Side) -> dict
 
 
 def measure(options: argparse.Namespace, model: str, side: Side) -> None:
-    import torch
-
-    bandwidth = copy_bandwidth()
-    torch.cuda.empty_cache()
-    shape = model_shape(model, kv_cache_dtype(options))
+    vocab_size = text_config(model_config(model))["vocab_size"]
     schedule = None
     if side.schedule:
         schedule = load_schedule(side.schedule, PAGE_SIZE).for_model(model_config(model))
-    # Where the router has a bias, all tokens choose the same experts: dummy weights and biases are
-    # both uniform in ±1e-3, and logits of a normalised hidden state some 30 times smaller.
-    alike = model_config(model)["model_type"] == "gpt_oss"
     arguments = engine_arguments(options.engine_args)
     defaults = engine_defaults(options, model, side)
     # A round takes as long whatever it accepts, and is timed where it accepts everything.
@@ -244,8 +181,6 @@ def measure(options: argparse.Namespace, model: str, side: Side) -> None:
                 # Some sequences would have to wait, and the timed steps would not contain them.
                 print(f"{model} {served} {case}: left out, the KV pool holds {pool:,} tokens")
                 continue
-            quantization = arguments.get("quantization")
-            moved = step_bytes(shape, batch, length, schedule, options.tp, alike, quantization)
             row: dict[str, Any] = {
                 "model": model,
                 "backend": served,
@@ -254,11 +189,11 @@ def measure(options: argparse.Namespace, model: str, side: Side) -> None:
                 "case": case,
                 "tp": options.tp,
                 "ep": options.ep,
-                "kv_cache_dtype": kv_cache_dtype(options),
-                "quantization": quantization,
+                "kv_cache_dtype": arguments.get("kv_cache_dtype", "auto"),
+                "quantization": arguments.get("quantization"),
                 "pool_tokens": pool,
             }
-            row |= time_steps(engine, batch, length, shape.vocab_size, options.repeats)
+            row |= time_steps(engine, batch, length, vocab_size, options.repeats)
             if side.drafts:
                 tokens = tokens_per_round(side.drafts, options.acceptance_rate)
                 row |= {
@@ -269,19 +204,13 @@ def measure(options: argparse.Namespace, model: str, side: Side) -> None:
                     "round_ms": row["step_ms"],
                     "step_ms": row["step_ms"] / tokens,
                 }
-            row |= {
-                "same_experts": alike,
-                "bytes": moved,
-                "bandwidth_tb_s": bandwidth / 1e12,
-                "floor_ms": moved / bandwidth * 1e3,
-                "tokens_per_s": batch / row["step_ms"] * 1e3,
-            }
+            row["tokens_per_s"] = batch / row["step_ms"] * 1e3
             add_row(options.out, row)
             print(f"{model} {served} {side.schedule or ''} {case}: {summary(row)}", flush=True)
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    took = f"step {row['step_ms']:.2f} ms (floor {row['floor_ms']:.2f})"
+    took = f"step {row['step_ms']:.2f} ms"
     if "drafts" in row:
         took = (
             f"round of {row['drafts']} drafts ({row['draft_weights']}) {row['round_ms']:.2f} ms,"
@@ -367,7 +296,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise a `ValueError` that names an option that cannot work."""
-    kv_cache_dtype(options)
     set_acceptance_rate(options, options.drafts != [None])
     for case in options.cases:
         batch_and_length(case)
@@ -383,8 +311,6 @@ def _check(options: argparse.Namespace) -> None:
     for model in options.models.split(","):
         if model not in known_models():
             raise ValueError(f"--models {model!r}: expected some of {', '.join(known_models())}")
-        if options.ep > 1 and model_shape(model).experts is None:
-            raise ValueError(f"--ep {options.ep}: {model} has no experts; expected 1")
         for schedule in options.schedules:
             load_schedule(schedule.replace("{model}", model), PAGE_SIZE)
 

@@ -29,6 +29,7 @@ TEMPERATURE = 0.2
 writes nonsense. Their top-p of 0.9 is left out, as it would cut off what audits compare."""
 HUB_TIMEOUT_S = 5.0
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -123,6 +124,14 @@ def missing_weights(folder: Path) -> str | None:
                 " pull` where it is a pointer of Git LFS"
             )
     return None
+
+
+def missing_tokenizer(folder: Path) -> str | None:
+    """That a checkpoint's folder has no vocabulary, in one line; None if it has one. transformers
+    makes an empty tokenizer there for some models."""
+    if any(any(folder.glob(kind)) for kind in _TOKENIZERS):
+        return None
+    return f"{folder} has no tokenizer: expected one of {', '.join(_TOKENIZERS)}"
 
 
 def require_reachable(model: str, setting: str) -> None:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
-from sparrow_sglang.commands.plan import ACCEPTANCE, BATCH, NO_GAIN, Plan
+from sparrow_sglang.commands.plan import BATCHES, LENGTHS, NO_GAIN, predictions, verdict
 from sparrow_sglang.commands.serve import check_flags, parse_server_args, with_defaults
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import shortened
-from sparrow_sglang.models import ModelError, missing_weights
-from sparrow_sglang.planning.model_shape import KV_ITEMSIZES, ModelShape
-from sparrow_sglang.planning.step_time import DEFAULT_GPU, GPUS
+from sparrow_sglang.models import ModelError, missing_tokenizer, missing_weights
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.step_time import GPUS
 from sparrow_sglang.plugin.arguments.modes import mode_of
-from sparrow_sglang.plugin.names import BACKEND, WEIGHTS_FIELD, uses_sparrow
+from sparrow_sglang.plugin.lossless.mode import captures_decode
+from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
 from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
+_PREDICTED = {
+    "tp_size": (1,),
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto", "bf16", "bfloat16"),
+}
 VARIABLES = (
     *("SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"),
     *(SCHEDULE_VARIABLE, "SPARROW_CACHE"),
@@ -153,11 +159,9 @@ def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
         return
     model_config = read_model_config(server_args)
     hf_config = model_config.hf_config
-    folder = Path(server_args.model_path)
-    if folder.is_dir() and server_args.load_format != "dummy":
-        if problem := missing_weights(folder):
-            yield Check("FAIL", "model", problem)
-            return
+    if problem := _missing_files(server_args):
+        yield Check("FAIL", "model", problem)
+        return
     architecture = " ".join(hf_config.architectures or ["unknown"])
     yield Check("ok", "model", f"{server_args.model_path} ({architecture})")
     schedule = resolve_schedule(server_args, hf_config)
@@ -169,6 +173,18 @@ def _check_model(arguments: Sequence[str]) -> Iterator[Check]:
     else:
         yield Check("ok", "schedule", detail)
     yield _check_gain(server_args, model_config, schedule)
+
+
+def _missing_files(server_args: "ServerArgs") -> str | None:
+    """What the model's folders lack, in one line; of models on the hub nothing is known."""
+    folder = Path(server_args.model_path)
+    tokenizer = Path(server_args.tokenizer_path or folder)
+    problem = None
+    if folder.is_dir() and server_args.load_format != "dummy":
+        problem = missing_weights(folder)
+    if tokenizer.is_dir() and not server_args.skip_tokenizer_init:
+        problem = problem or missing_tokenizer(tokenizer)
+    return problem
 
 
 def _check_kernels(
@@ -186,29 +202,33 @@ def _check_kernels(
 def _check_gain(
     server_args: "ServerArgs", model_config: "ModelConfig", schedule: BudgetSchedule
 ) -> Check:
-    """What `sparrow plan` predicts for this GPU, or for an H100, at the model's whole context."""
+    """What `sparrow plan` predicts for this GPU."""
     import torch
 
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else DEFAULT_GPU
-    gpu = next((key for key in GPUS if key in name), None)
     view = resolved(server_args)
-    dtype = view.kv_cache_dtype
-    if gpu is None or dtype not in KV_ITEMSIZES:
-        return Check("note", "gain", f"not predicted for {name} with a {dtype} cache")
+    mode = mode_of(view)
+    if mode.is_dense and not captures_decode(view):
+        return Check("note", "gain", "none: without CUDA graphs nothing is drafted")
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else view.device
+    gpu = next((key for key in GPUS if key in name), None)
+    not_predicted = [
+        f"{field}={getattr(view, field)}"
+        for field, values in _PREDICTED.items()
+        if getattr(view, field) not in values
+    ]
+    if gpu is None or not_predicted:
+        return Check("note", "gain", f"not predicted for {', '.join([name, *not_predicted])}")
     try:
         shape = ModelShape.from_config(model_config.hf_config.to_dict())
     except InputError as error:
         return Check("note", "gain", f"not predicted: {error}")
-    plan = Plan(shape, schedule, schedule, gpu, BATCH, getattr(view, WEIGHTS_FIELD))
-    longest = min(model_config.context_len, 32768)
-    if mode_of(view).is_dense:
-        ms, drafts = plan.lossless(longest, ACCEPTANCE, view.speculative_num_draft_tokens - 1)
-        gain, reason = plan.ms(longest) / ms, f"acceptance rate {ACCEPTANCE}"
-        verdict = f"lossless decoding {gain:.2f}x as fast as dense at {longest:,} tokens"
-        if not drafts:
-            verdict = f"no gain at {longest:,} tokens: decodes densely"
-    else:
-        gain, reason = plan.speedup(longest), plan.reason(longest)
-        verdict = plan.verdict([longest])
-    detail = f"{verdict} (predicted for {BATCH} sequences on {gpu.upper()}); {reason}"
-    return Check("ok" if gain >= NO_GAIN else "WARN", "gain", detail)
+    lengths = [length for length in LENGTHS if length <= model_config.context_len]
+    cases = [(batch, length) for batch in BATCHES for length in lengths]
+    drafts = (view.speculative_num_draft_tokens or 1) - 1
+    predicted = predictions(
+        shape, gpu, cases, most_drafts=drafts, drafting=schedule, schedule=schedule
+    )
+    if not predicted:
+        return Check("note", "gain", f"not predicted for contexts of {model_config.context_len}")
+    line = verdict(predicted, "lossless" if mode.is_dense else "sparse")
+    return Check("WARN" if line == NO_GAIN else "ok", "gain", f"predicted: {line}")

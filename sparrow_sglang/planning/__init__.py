@@ -1,1 +1,1 @@
-"""The predicted cost of a decode step, from shapes."""
+"""The predicted time of a decode step, from shapes and measured steps."""

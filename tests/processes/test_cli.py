@@ -14,12 +14,10 @@ import pytest
 RUN = "run_dir = 'run'\n[task]\nname = 'math'\ntrain_path = 'rows.jsonl'\n"
 STORY = "run_dir = 'run'\n[task]\nname = 'story'\n[task.options]\nwords = 8\n"
 MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-1.7b"
-SCHEDULE = str(MODEL.parents[1] / "schedules" / "qwen2.5-coder-1.5b-16k.json")
 ANSWERED = [
     (["--help"], ["sparrow serve", "sparrow doctor", "KV pages"]),
     (["serve", "--help"], ["examples:", "--help-all", "sparrow doctor"]),
-    (["plan"], ["qwen3-1.7b, schedule qwen3-1.7b-0.86"]),
-    (["plan", "--model-path", str(MODEL), "--batch", "100000000"], ["as fast as dense"]),
+    (["plan"], ["qwen3-1.7b on H200", "by schedule qwen3-1.7b-0.86"]),
     (["bench", "--help"], ["examples", "sparrow bench step --models", "NVIDIA GPU"]),
     (["--version"], [version("sparrow-sglang")]),
 ]
@@ -81,12 +79,8 @@ REFUSED = [
      "", "--acceptance-rate 0.9"),
     (["bench", "rollout", "--sequences", "800000000"], "", "--sequences: expected 1 to 65536"),
     (["plan", "--model-path", str(MODEL), "--batch", "9" * 400], "", "--batch: expected 1 to"),
-    (["plan", "--model-path", str(MODEL), "--length", "8", "60000"], "", "--length 60000"),
-    (["plan", "--acceptance", "1"], "", "--acceptance 1.0: expected a rate"),
     (["plan", "--schedule", "qwen3-1.7b-0.87"], "", "is not known"),
     (["plan", "--schedule", "fixed-100"], "", "budget_tokens[0]=100"),
-    (["plan", "--model-path", str(MODEL), "--page-size", "32", "--schedule", SCHEDULE], "",
-     "page_size=16"),
 ]  # fmt: skip
 PROGRAM = """
 import contextlib, io, json, os, pathlib, sys

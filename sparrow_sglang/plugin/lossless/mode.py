@@ -46,6 +46,12 @@ _FIELDS = {
 }
 
 
+def captures_decode(view: "ServerArgs") -> bool:
+    """Whether a server by these resolved arguments has CUDA graphs of decode. Without them rounds
+    are not timed, and draft nothing."""
+    return view.device == "cuda" and view.cuda_graph_config.decode.backend != "disabled"
+
+
 class Lossless(Mode):
     """Sparse steps draft tokens, and a dense pass verifies them. The model's own schedule reads
     more than pays for drafts, so that "auto" is the one named "drafts"."""
@@ -115,6 +121,8 @@ class Lossless(Mode):
         line = describe_schedule(schedule, hf_config, needs_calibration=False)
         if schedule.is_dense:
             return line
+        if not captures_decode(view):
+            return f"{line}; lossless, without CUDA graphs: nothing is drafted, all steps are dense"
         drafts = (view.speculative_num_draft_tokens or 1) - 1
         return f"{line}; lossless, up to {drafts} drafts a round"
 

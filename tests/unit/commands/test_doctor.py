@@ -4,12 +4,21 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ports import free_port
+from transformers import Qwen3Config
 
 from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.commands.doctor import Check
+from sparrow_sglang.commands.plan import BATCHES, LENGTHS, predictions, verdict
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.schedules.names import load_schedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+
+MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
 
 # The tiny model has no tokenizer.
 BARE = ["--skip-tokenizer-init", "--port", str(free_port())]
@@ -23,12 +32,56 @@ def test_doctor_finds_nothing_wrong(tiny_llama: str, capsys: pytest.CaptureFixtu
     argv = ["--model-path", tiny_llama, "--sparrow-schedule", "fixed-512"]
     assert cli.main(["doctor", *argv, *BARE]) == 0
     lines = capsys.readouterr().out.splitlines()
-    # The tiny model gains nothing.
     platform, kernels, gain = [line for line in lines[:-1] if not line.startswith("ok ")]
     assert platform.startswith("note  platform     no NVIDIA GPU")
     assert kernels.startswith("note  kernels") and "head_dim=16" in kernels
-    assert gain.startswith("WARN  gain") and "no gain" in gain and "fixed cost" in gain
+    assert gain == "note  gain         not predicted for cpu"
     assert any("fixed-512 (NOT calibrated)" in line for line in lines)
+    assert lines[-1] == "It works."
+
+
+def test_doctor_says_that_nothing_is_drafted_without_graphs(tiny_llama: str) -> None:
+    found = report(["--model-path", tiny_llama, "--speculative-algorithm", "SPARROW", *BARE])
+    assert found["schedule"].detail.endswith("nothing is drafted, all steps are dense")
+    assert found["gain"] == Check("note", "gain", "none: without CUDA graphs nothing is drafted")
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA L4"])
+@pytest.mark.parametrize("mode", [[], ["--speculative-algorithm", "SPARROW"]])
+def test_the_gain_is_that_of_plan(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, mode: list[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    arguments = SimpleNamespace(
+        device="cuda",
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full")),
+        speculative_algorithm=mode[1] if mode else None,
+        speculative_num_draft_tokens=9,
+        tp_size=1,
+        quantization=None,
+        kv_cache_dtype="auto",
+    )
+    fields = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
+    model = SimpleNamespace(hf_config=Qwen3Config(**fields), context_len=40960)
+    schedule = BudgetSchedule.drafts() if mode else load_schedule("qwen3-8b-0.86", 16)
+
+    def gain(**changed: Any) -> Check:
+        return doctor._check_gain(SimpleNamespace(**vars(arguments) | changed), model, schedule)
+
+    if gpu == "NVIDIA L4":
+        assert gain().detail == "not predicted for nvidia l4"
+        return
+    shape = ModelShape.from_config(fields)
+    cases = [(batch, length) for batch in BATCHES for length in LENGTHS]
+    predicted = predictions(shape, "h200", cases, schedule=schedule)
+    expected = verdict(predicted, "lossless" if mode else "sparse")
+    assert gain() == Check("ok", "gain", f"predicted: {expected}") and "up to 2." in expected
+    assert gain(tp_size=2).detail == "not predicted for nvidia h200, tp_size=2"
+    off = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
+    assert ("nothing is drafted" in gain(cuda_graph_config=off).detail) == bool(mode)
 
 
 @pytest.mark.parametrize("kind", ["awq", "fp8"])
@@ -93,3 +146,7 @@ def test_doctor_finds_missing_files(tiny_llama: str, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-1.safetensors").touch()
     assert "lacks 1 of 2 files of weights: model-2.safetensors" in model().detail
+    # transformers makes a tokenizer of one token for a Qwen3 without vocabulary.
+    assert f"{folder} has no tokenizer" in model("--load-format", "dummy").detail
+    (folder / "tokenizer.json").touch()
+    assert model("--load-format", "dummy").status == "ok"

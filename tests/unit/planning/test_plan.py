@@ -1,4 +1,4 @@
-"""`sparrow plan`: its tables against the cost model, and its refusals."""
+"""`sparrow plan`: its table against the model of steps, what fits, and its refusals."""
 
 import argparse
 import json
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import sparrow_sglang.planning.step_time as step_times
-from sparrow_sglang.commands.plan import add_parser, run
+from sparrow_sglang.commands.plan import ACCEPTANCE, add_parser, run
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.planning.step_time import step_time
+from sparrow_sglang.planning.step_time import GPUS, predict
 from sparrow_sglang.schedules.names import load_schedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
-MODEL = str(MODELS / "qwen3-1.7b")
 
 Plan = Callable[..., str]
 
@@ -25,104 +25,78 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
 
-    def call(*options: str, model: str = MODEL) -> str:
-        args = parser.parse_args(["plan", "--model-path", model, *options])
+    def call(*options: str, model: str = "qwen3-8b") -> str:
+        args = parser.parse_args(["plan", "--model-path", str(MODELS / model), *options])
         assert run(args) == 0
         return capsys.readouterr().out
 
     return call
 
 
-def rows(text: str) -> dict[int, list[str]]:
-    """Cells of the table by cached tokens."""
+def rows(text: str) -> dict[tuple[int, int], list[str]]:
+    """Cells of the table by batch and cached tokens."""
     cells = [re.split(r" {2,}", line.strip()) for line in text.split("\n\n")[1].splitlines()[1:]]
-    return {int(row[0].replace(",", "")): row[1:] for row in cells}
+    return {(int(row[0]), int(row[1].replace(",", ""))): row[2:] for row in cells}
 
 
-def test_one_prediction_fills_table_and_headline(plan: Plan) -> None:
-    text = plan("--length", "16384", "4096", "--gpu", "h100")
-    shape = ModelShape.from_config(json.loads((MODELS / "qwen3-1.7b" / "config.json").read_text()))
-    schedule = load_schedule("qwen3-1.7b-0.86", 16)
-    assert list(rows(text)) == [4096, 16384]
-    for cached, (_, dense, sparse, gain, *_) in rows(text).items():
-        times = [step_time(shape, "h100", 16, cached, use).total for use in (None, schedule)]
-        assert [dense, sparse] == [f"{ms:.2f}" for ms in times]
-        assert gain == f"{times[0] / times[1]:.2f}x"
-    assert f"{rows(text)[16384][3]} as fast as dense at 16,384 tokens" in text.splitlines()[0]
-
-
-def test_lossless_is_dense_where_drafts_do_not_pay(plan: Plan) -> None:
-    gaining = rows(plan("--length", "32768"))[32768]
-    assert float(gaining[5]) < float(gaining[1]) and int(gaining[8]) > 1
-    short = rows(plan("--length", "2048", "--batch", "1", "--draft-weights", "model"))[2048]
-    assert short[5:] == [short[1], "1.00x", "1.00x", "0"]
-
-
-def test_a_response_gains_what_its_steps_do(plan: Plan) -> None:
-    lengths = [str(512 * (i + 1)) for i in range(64)]
-    steps = rows(plan("--length", *lengths))
-    dense, sparse, lossless = (sum(float(r[i]) for r in steps.values()) for i in (1, 2, 5))
-    last = steps[32768]
-    assert float(last[4][:-1]) == pytest.approx(dense / sparse, abs=0.02)
-    assert float(last[7][:-1]) == pytest.approx(dense / lossless, abs=0.02)
-    assert dense / lossless < float(last[6][:-1])
-
-
-def test_the_gpu_of_this_machine_is_the_default(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(step_times, "DRIVER", tmp_path)
-    assert step_times.local_gpu() == "h100"
-    (tmp_path / "0000:01:00.0").mkdir()
-    file = tmp_path / "0000:01:00.0" / "information"
-    for name, gpu in [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("L4", "h100")]:
-        file.write_text(f"Model: \t\t {name}\nIRQ:   \t\t 18\n")
-        assert step_times.local_gpu() == gpu
-
-
-def test_lossless_drafts_under_its_own_default_schedule(plan: Plan) -> None:
-    model = str(MODELS / "qwen3-30b-a3b")
-    assert plan(model=model) == plan("--schedule", "drafts", model=model)
-    default, drafts, chosen = (
-        rows(plan(*options))[32768]
-        for options in ([], ["--schedule", "drafts"], ["--schedule", "qwen3-1.7b-0.86"])
-    )
-    assert default[5:] == drafts[5:] != chosen[5:] and default[:5] == chosen[:5] != drafts[:5]
-
-
-def test_drafts_of_large_models_use_fp8_copies_unless_told_otherwise(plan: Plan) -> None:
-    model = str(MODELS / "qwen3-8b")
-    by_itself, fp8, own, on_a100 = (
-        plan("--length", "8192", "--batch", "4", *options, model=model)
-        for options in (
-            ["--gpu", "h200"],
-            ["--gpu", "h200", "--draft-weights", "fp8"],
-            ["--gpu", "h200", "--draft-weights", "model"],
-            ["--gpu", "a100"],
+@pytest.mark.parametrize("gpu", ["h200", "H200"])
+def test_table_and_headline_are_predictions_of_cases_that_fit(plan: Plan, gpu: str) -> None:
+    text = plan("--gpu", gpu)
+    config = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
+    shape, schedule = ModelShape.from_config(config), load_schedule("qwen3-8b-0.86", 16)
+    gains: dict[str, list[tuple[float, tuple[int, int]]]] = {"lossless": [], "sparse": []}
+    # 64 sequences of 32,768 tokens have 309 GB of KV.
+    assert len(rows(text)) == 8 and "do not fit into memory: 64 x 32,768" in text
+    for case, cells in rows(text).items():
+        expected = predict(
+            shape, GPUS["h200"], case, ACCEPTANCE, 8, BudgetSchedule.drafts(), schedule
         )
-    )
-    assert by_itself == fp8 and "FP8 copies of the weights" in fp8
-    assert float(rows(fp8)[8192][5]) < float(rows(own)[8192][5])
-    assert "the model's weights" in own and "the model's weights" in on_a100
+        times = [expected.dense_ms, expected.lossless_ms, expected.sparse_ms]
+        assert [cells[0], cells[1], cells[5]] == [f"{ms:.2f}" for ms in times]
+        assert cells[3:5] == [str(expected.drafts), str(expected.lookups)]
+        for mode, ms, shown in zip(gains, times[1:], (cells[2], cells[6]), strict=True):
+            assert shown == f"{times[0] / ms:.2f}x"
+            gains[mode].append((times[0] / ms, case))
+    for mode, found in gains.items():
+        gain, (batch, cached) = max(found)
+        assert f"{mode}: up to {gain:.2f}x as fast as stock, at {batch} x {cached:,}" in text
 
 
-def test_no_lossless_times_for_models_that_lossless_decoding_rejects(plan: Plan) -> None:
-    assert len(rows(plan(model=str(MODELS / "gemma3-12b")))[4096]) == 5
+def test_a_headline_of_a_case_that_fits(plan: Plan) -> None:
+    text = plan("--gpu", "h100", "--batch", "16", model="qwen3-4b")
+    assert "do not fit into memory: 16 x 32,768" in text
+    assert "16 x 32,768" not in text.split("\n\n")[0] and len(rows(text)) == 2
+    with pytest.raises(InputError, match="no case fits into 80 GB: the smallest needs"):
+        plan("--gpu", "h100", "--batch", "64", "--length", "32768")
 
 
-def test_no_gain_and_its_reason(plan: Plan) -> None:
-    text = plan("--length", "300", "--schedule", "fixed-512")
-    assert "no gain" in text and "nothing is sparse at 300 tokens" in text
-    assert rows(text)[300][0] == "all"
-    two_heads = plan("--batch", "1", "--length", "2048")
-    assert "no gain" in two_heads and "fixed cost" in two_heads
+def test_sparse_steps_need_a_schedule_of_the_model(plan: Plan, tmp_path: Path) -> None:
+    own = plan()
+    assert "by schedule qwen3-8b-0.86 (calibrated)" in own
+    assert "(NOT calibrated)" in plan("--schedule", "fixed-1024")
+    config = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 35}))
+    without = plan(model=str(tmp_path))
+    assert "sparse: no schedule is shipped for this model" in without and "up to" in without
+    assert {len(cells) for cells in rows(without).values()} == {5}
 
 
-def test_an_fp8_cache_is_read_faster(plan: Plan) -> None:
-    whole, halved = (
-        float(rows(plan("--length", "32768", "--kv-cache-dtype", dtype))[32768][2])
-        for dtype in ("bf16", "fp8_e4m3")
-    )
-    assert halved < 0.9 * whole
-    large = ["--length", "32768", "--batch", "24", "--gpu", "h100"]
-    assert "94 GB" in plan(*large) and "GB" not in plan(*large, "--kv-cache-dtype", "fp8_e4m3")
+def test_no_gain_without_acceptance_and_under_a_budget_for_all(plan: Plan) -> None:
+    text = plan("--length", "300", "--schedule", "fixed-512", "--acceptance", "0")
+    assert "lossless: up to" in text and "sparse: no gain" in text
+    text = plan("--acceptance", "0", "--lookup-acceptance", "0")
+    assert "lossless: no gain" in text
+    assert {tuple(cells[2:5]) for cells in rows(text).values()} == {("1.00x", "0", "0")}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--length", "8", "60000"], "--length 60000: expected the model's 40960 at most"),
+        (["--acceptance", "1"], "--acceptance 1.0: expected a rate from 0 to below 1"),
+        (["--lookup-acceptance", "-1"], "--lookup-acceptance -1.0: expected a rate"),
+    ],
+)
+def test_refusals(plan: Plan, options: list[str], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        plan(*options)
