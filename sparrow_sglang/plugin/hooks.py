@@ -73,6 +73,8 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_MEMORY}.common.release_kv_cache", "BEFORE", scheduler_hooks.keep_sparse_kv_private,
      "req tree_cache is_insert|checkpoint"),
     (f"{_SCHEDULER}.abort_request", "AROUND", scheduler_hooks.abort_one, "recv_req"),
+    ("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "AROUND",
+     scheduler_hooks.finish_by_pattern, "new_accepted_len"),
     (f"{_LORA}.validate_new_adapter", "BEFORE", adapter_checks.check_new_adapter, "lora_config"),
     (f"{_ADAPTER}._process_weight", "BEFORE", adapter_checks.check_weight, "name loaded_weight"),
     (f"{_ADAPTER}._normalize_weights", "BEFORE", adapter_checks.check_weights),

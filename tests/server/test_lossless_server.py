@@ -62,6 +62,7 @@ def test_answers_are_those_of_a_stock_server(served: tuple[str, str]) -> None:
         stops: tuple[dict[str, Any], ...] = (
             {"stop": [f"w{later} ", f"w{token} "]},
             {"stop": f"w{later} ", "extra_body": {"stop_token_ids": [token]}},
+            {"extra_body": {"stop_regex": [rf"w{later}\s", rf"w{token}\s"]}},
         )
         for fields in stops:
             ours, stock = (answer(url, **fields) for url in served)

@@ -5,17 +5,17 @@ and with a range. Fields that would keep a process busy for seconds are bounded.
 
 import math
 import re
-import re._parser as _parser  # type: ignore[import-untyped]
 import typing
 from collections.abc import Iterator, Mapping
 from copy import copy
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.plugin.stop_regex import UNSUPPORTED, compiled
 from sparrow_sglang.schedules.options import RequestError
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _ranges(prompt_tokens: int, vocab_size: int) -> dict[str, _Range]:
         "stream_interval": _Range(1, 2**31 - 1, "a whole number"),
         "sampling_seed": _INT64,
         "bootstrap_room": _INT64,
+        # SGLang counts 2**30 for each repeat without an end.
+        "stop_regex_max_len": _INT64,
         # Divided by repetition penalty and temperature, down to 1e-6 each, they must stay finite.
         "logit_bias": _Range(-1e20, 1e20),
         "repetition_penalty": _Range(1e-6, 2.0),
@@ -101,11 +103,8 @@ def require_servable(
         raise RequestError("input_ids=[]: expected one token or more in every prompt")
     ranges = _ranges(len(prompt or ()), vocab_size)
     parameters = request.sampling_params
-    # Before the ranges: SGLang derives a number from the patterns, which no request names.
-    patterns = getattr(parameters, "stop_regex_strs", None) or []
-    for pattern in patterns if isinstance(patterns, list) else [patterns]:
-        if problem := regex_problem(pattern):
-            raise RequestError(f"stop_regex={quoted(pattern)}: {problem}")
+    if patterns := parameters.stop_regex_strs:
+        _require_patterns(tuple(patterns))
     session = getattr(request, "session_params", None)
     packed = isinstance(request, msgspec.Struct)
     error = _round_trip_error(request) if packed else None
@@ -139,48 +138,17 @@ def _require_logprobs(
         )
 
 
-_MAX_WAYS = 64
-"""Largest number of ways through the alternatives and optional parts of a regular expression."""
-
-
-def regex_problem(pattern: str) -> str | None:
-    """Why `re` may need exponential time to search for `pattern`; None if it does not. SGLang
-    searches the whole response in the scheduler, after each step."""
-    try:
-        ways, repeats = _ways(_parser.parse(pattern))
-    except RecursionError:
-        return "expected fewer nested groups"
-    if repeats <= 1 and ways <= _MAX_WAYS:
-        return None
-    return (
-        "expected one repeat or back-reference at most besides '?', without alternatives or '?' in"
-        f" it, and at most {_MAX_WAYS} ways through those outside of it"
-    )
-
-
-def _ways(parts: Any) -> tuple[float, int]:
-    """Ways through the choices of a parsed expression, and its repeats and back-references besides
-    `?`."""
-    ways, repeats = 1.0, 0
-    for kind, argument in parts:
-        name = str(kind)
-        bodies = (
-            argument[1]
-            if name == "BRANCH"
-            else argument
-            if isinstance(argument, tuple)
-            else [argument]
-        )
-        inner = [_ways(body) for body in bodies if isinstance(body, _parser.SubPattern)]
-        repeats += sum(count for _, count in inner) + (name == "GROUPREF")
-        if name.endswith("_REPEAT"):
-            is_optional = argument[:2] == (0, 1)
-            inside = inner[0][0]
-            ways *= 1 + inside if is_optional else 1 if inside == 1 else math.inf
-            repeats += not is_optional
-        elif inner:
-            ways *= sum(way for way, _ in inner)
-    return ways, repeats
+@lru_cache(maxsize=64)
+def _require_patterns(patterns: tuple[str, ...]) -> None:
+    """Raise `RequestError` unless RE2 can search for each of `patterns`, and for all at once."""
+    for chosen in (*((pattern,) for pattern in patterns), patterns):
+        try:
+            compiled(chosen)
+        except UNSUPPORTED as error:
+            shown = chosen[0] if len(chosen) == 1 else list(chosen)
+            reason = error.args[0]
+            reason = reason.decode() if isinstance(reason, bytes) else reason
+            raise RequestError(f"stop_regex={quoted(shown)}: {reason}") from None
 
 
 def _round_trip_error(request: Any) -> Exception | None:
