@@ -4,6 +4,7 @@ knows, then `forward_extend` or `forward_decode` runs once per layer. The stock 
 device computes prefill and writes its KV. In models with windows it also decodes the layers that
 are not sparse; elsewhere the sparse kernels decode them over all pages."""
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,6 +53,11 @@ def sparrow_backend(runner: "ModelRunner") -> "SparrowAttnBackend":
     """The runner's `sparrow` backend, taken out of SGLang's hybrid one beside linear attention."""
     backend = runner.attn_backend
     return cast("SparrowAttnBackend", getattr(backend, "full_attn_backend", backend))
+
+
+def _verified_tokens(forward_batch: "ForwardBatch") -> int:
+    """Of each request of a verification."""
+    return int(forward_batch.positions.numel()) // forward_batch.batch_size
 
 
 def _refuse_arguments(layer: "RadixAttention", arguments: dict[str, Any]) -> None:
@@ -111,6 +117,8 @@ class SparrowAttnBackend(AttentionBackend):
         self._keys = {layer: both_pools.get_key_buffer(layer) for layer in self.landmarks}
         on_cuda = model_runner.device == "cuda"
         self.dense, self._planning = build_dense_side(model_runner)
+        self._narrow: dict[int, tuple[AttentionBackend, AbstractContextManager[object]]] = {}
+        self._side = self.dense
         # Whether SGLang has to wait for the lengths of the previous round of lossless decoding.
         self.needs_cpu_seq_lens = not on_cuda or getattr(self.dense, "needs_cpu_seq_lens", True)
         hf_config = model_runner.model_config.hf_config
@@ -147,10 +155,21 @@ class SparrowAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.dense.support_triton()
 
+    def add_verification(self, model_runner: "ModelRunner", width: int) -> None:
+        """Serve verifications of `width` tokens, too, fewer than the server's arguments have. The
+        dense side keeps tables for one width, so each has its own."""
+        side, planning = build_dense_side(model_runner)
+        # The name of FlashAttention's, and that of Triton's. FlashInfer goes by the batch.
+        side.speculative_num_draft_tokens = side.num_draft_tokens = width  # type: ignore[attr-defined]
+        self._narrow[width] = side, planning
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        narrow = self._narrow.get(max_num_tokens // max_bs)
         # With lossless decoding SGLang calls this for verifications, then for drafts, for which the
         # dense side would allocate anew what captured graphs read.
-        if max_num_tokens > self._graph_tokens:
+        if narrow is not None:
+            narrow[0].init_cuda_graph_state(max_bs, max_num_tokens)
+        elif max_num_tokens > self._graph_tokens:
             self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
             self._graph_tokens = max_num_tokens
         # SGLang may round batches up past the number of requests that it admits.
@@ -162,9 +181,10 @@ class SparrowAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         if forward_batch.forward_mode.is_idle():
             return
+        side, planning = self._choose_side(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
-            with self._planning:
-                self.dense.init_forward_metadata(forward_batch)
+            with planning:
+                side.init_forward_metadata(forward_batch)
             self._plan_verify(forward_batch, captured=False)
             return
         decode = forward_batch.forward_mode.is_decode()
@@ -188,9 +208,10 @@ class SparrowAttnBackend(AttentionBackend):
             self.decode_guard.planned(captured=True)
             if not in_capture:
                 self.decode_guard.replayed()
+        side, planning = self._choose_side(forward_batch)
         if verifies or self.stock_layers or self.dense_step:
-            with self._planning:
-                self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+            with planning:
+                side.init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
         # Small steps wait for the host, so the graph contains all of our plan.
@@ -205,14 +226,23 @@ class SparrowAttnBackend(AttentionBackend):
                 captured=True,
             )
         if verifies or self.stock_layers or self.dense_step:
-            self.dense.init_forward_metadata_in_graph(forward_batch)
+            self._side.init_forward_metadata_in_graph(forward_batch)
+
+    def _choose_side(
+        self, forward_batch: "ForwardBatch"
+    ) -> tuple[AttentionBackend, AbstractContextManager[object]]:
+        """The dense side of the pass that is planned, and a context to plan it in."""
+        verifies = forward_batch.forward_mode.is_target_verify()
+        width = _verified_tokens(forward_batch) if verifies else 1
+        self._side, planning = self._narrow.get(width, (self.dense, self._planning))
+        return self._side, planning
 
     def _plan_verify(self, forward_batch: "ForwardBatch", captured: bool) -> None:
         batch = forward_batch.batch_size
         self.sparse.plan_verify(
             forward_batch.req_pool_indices[:batch],
             forward_batch.seq_lens[:batch],
-            forward_batch.positions.numel() // batch,
+            _verified_tokens(forward_batch),
             captured,
         )
 
@@ -226,7 +256,7 @@ class SparrowAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        out = self._side.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         self._end_dense(layer)
         return out
 

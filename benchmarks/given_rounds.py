@@ -9,15 +9,15 @@ from sglang.srt.entrypoints import engine
 from sglang.srt.managers.scheduler import run_scheduler_process
 
 from sparrow_sglang.plugin.lossless import worker
-from sparrow_sglang.plugin.lossless.draft_length import DraftLength
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
+from sparrow_sglang.plugin.lossless.choice import RoundChoice
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan
 
 
-class Longest(DraftLength):
+class Longest(RoundChoice):
     """Rounds draft as many tokens as they may, whatever that takes."""
 
-    def next_round(self, batch: int, length: float) -> int:
-        return self.most
+    def next_round(self, batch: int, length: float) -> Plan:
+        return self.plans[-1]
 
 
 def engine_class(rate: float | None, always_draft: bool) -> type[engine.Engine]:
@@ -32,14 +32,14 @@ def engine_class(rate: float | None, always_draft: bool) -> type[engine.Engine]:
 
 def _run_scheduler(rate: float | None, always_draft: bool, *arguments: Any, **named: Any) -> Any:
     class Worker(worker.LosslessWorker):
-        def _verify(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
-            outcome = super()._verify(drafts, logits)
+        def _accept(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
+            outcome = super()._accept(drafts, logits)
             if rate is None:
                 return outcome
-            chance = torch.rand(len(outcome.bonus), drafts.count, device=logits.device)
+            chance = torch.rand(len(outcome.bonus), len(drafts.tokens) - 1, device=logits.device)
             return outcome._replace(accepted=(chance < rate).long().cumprod(1).sum(1))
 
     if always_draft:
-        worker.DraftLength = Longest  # type: ignore[misc]
+        worker.RoundChoice = Longest  # type: ignore[misc]
     worker.LosslessWorker = Worker  # type: ignore[misc]
     return run_scheduler_process(*arguments, **named)

@@ -5,7 +5,7 @@ a member here; `modes.mode_of` returns the mode of a server."""
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.plugin.hook import Hook
-from sparrow_sglang.plugin.names import LOSSLESS, WEIGHTS_FIELD
+from sparrow_sglang.plugin.names import LOOKUPS_FIELD, LOSSLESS, WEIGHTS_FIELD
 from sparrow_sglang.plugin.scheduler_calls import gather_tp
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.names import AUTO
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 # Arguments of lossless decoding, with their defaults.
-_OF_LOSSLESS = {"speculative_num_draft_tokens": None, WEIGHTS_FIELD: AUTO}
+_OF_LOSSLESS = {"speculative_num_draft_tokens": None, WEIGHTS_FIELD: AUTO, LOOKUPS_FIELD: False}
 
 
 class Mode:
@@ -76,8 +76,8 @@ class Mode:
 
         return DecodeGraphs
 
-    def logits_bytes(self, rows: int, view: "ServerArgs", model_config: "ModelConfig") -> int:
-        """Bytes of GPU memory for logits of `rows` requests, beyond those that SGLang counts."""
+    def round_bytes(self, rows: int, view: "ServerArgs", model_config: "ModelConfig") -> int:
+        """Bytes of GPU memory for decode of `rows` requests, beyond those that SGLang counts."""
         return 0
 
     def measure(self, scheduler: "Scheduler") -> int:

@@ -16,6 +16,7 @@ WEIGHTS_FIELD = "sparrow_draft_weights"
 MODEL, FP8 = "model", "fp8"
 DRAFT_WEIGHTS = AUTO, MODEL, FP8
 """Values of the field: FP8 copies where they pay, the model's own weights, FP8 copies."""
+LOOKUPS_FIELD = "sparrow_disable_lookups"
 DEFAULT_DRAFTS = 8
 MAX_DRAFT_TOKENS = 33
 

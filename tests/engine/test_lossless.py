@@ -36,7 +36,9 @@ from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.hooks import finish_by_token
-from sparrow_sglang.plugin.lossless.worker import LosslessWorker, VerifyGraphs
+from sparrow_sglang.plugin.lossless.drafts import DENSE, Plan
+from sparrow_sglang.plugin.lossless.passes import Passes, VerifyGraphs
+from sparrow_sglang.plugin.lossless.worker import LosslessWorker
 from sparrow_sglang.plugin.scheduler import forward
 from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, resolved
 
@@ -63,8 +65,9 @@ def measure(worker: Any) -> None:
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(torch.cuda, "Event", lambda **_: mock.Mock(elapsed_time=lambda _: 1.0)),
     ):
-        for count in (0, 1, 4):
-            worker._seconds(2, 128, count)
+        for plan in (DENSE, Plan(0, 3, 4), Plan(4, 0, 5)):
+            worker._seconds(2, 128, plan)
+        worker._histories.clear()
     worker.measured = sparrow_backend(worker.model_runner).schedule
 
 
@@ -490,7 +493,8 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
         "return_logprob": True,
     }
     expected = stock.generate(**fields)
-    plan = (0, 1, 4, 0, 0, 3)
+    one, four, three = (1, 0, 5), (4, 0, 5), (3, 0, 5)
+    plan = (DENSE, one, four, DENSE, DENSE, three)
     arguments = DRAFTS | {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
     for weights in ("model", "fp8"):
         arguments["sparrow_draft_weights"] = weights
@@ -507,6 +511,29 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
                     assert none >= (none + sum(some)) // len(plan) * 3 and sum(some)
             checked = engine.tokenizer_manager.sparrow.calls["landmarks"]()
             assert engine.loop.run_until_complete(checked)
+
+
+def test_what_was_written_before_is_drafted(
+    stock: Any, sharp_llama: str, schedule_file: str
+) -> None:
+    """By rounds without a sparse step: an answer is in those to the same prompt, which have ended
+    or run beside it, and in none to others."""
+    fields = {"input_ids": random_prompt(90, 100), "sampling_params": greedy(64)}
+    again = [fields["input_ids"]] * 3
+    expected = stock.generate(**fields)["output_ids"]
+    arguments = DRAFTS | {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
+    with start_engine(sharp_llama, rounds=[(0, 3, 4)], **arguments, **POOL) as engine:
+
+        def tokens_per_round(**changed: Any) -> float:
+            answers = engine.generate(**fields | changed)
+            answers = answers if isinstance(answers, list) else [answers]
+            assert all(answer["output_ids"] == expected for answer in answers)
+            return min(answer["meta_info"]["spec_accept_length"] for answer in answers)
+
+        engine.generate(**fields | {"input_ids": [*fields["input_ids"], 5]})
+        alone = tokens_per_round()
+        assert tokens_per_round() > 3.8 > alone + 1
+        assert tokens_per_round(input_ids=again, sampling_params=[greedy(64)] * 3) > 3.8
 
 
 def test_copies_of_weights_follow_updates(sharp_llama: str, tmp_path: Path) -> None:
@@ -603,20 +630,23 @@ def test_graphs_of_verifications_refuse_drafts() -> None:
 
 def test_the_dense_side_allocates_for_verifications_only() -> None:
     backend = SparrowAttnBackend.__new__(SparrowAttnBackend)
-    backend.dense, backend.sparse = mock.Mock(), mock.Mock()
-    backend.init_cuda_graph_state(8, 40)
-    backend.init_cuda_graph_state(8, 8)
+    backend.dense, backend.sparse, narrow = mock.Mock(), mock.Mock(), mock.Mock()
+    backend._narrow = {4: (narrow, mock.Mock())}
+    for tokens in (40, 32, 8):
+        backend.init_cuda_graph_state(8, tokens)
     backend.dense.init_cuda_graph_state.assert_called_once_with(8, 40)
+    narrow.init_cuda_graph_state.assert_called_once_with(8, 32)
 
 
 def test_no_event_of_a_draft_is_left_to_the_scheduler() -> None:
-    worker = LosslessWorker.__new__(LosslessWorker)
-    worker.model_runner = SimpleNamespace(
-        decode_cuda_graph_runner="verify", attn_backend=SimpleNamespace()
-    )
-    worker._draft_graphs, worker._weights = "drafts", DraftWeights(torch.nn.Module())
-    with worker._drafting():
-        assert worker.model_runner.decode_cuda_graph_runner == "drafts"
-        worker.model_runner.shared_read_done_event = "of a draft"
-    assert worker.model_runner.decode_cuda_graph_runner == "verify"
-    assert worker.model_runner.shared_read_done_event is None
+    runner = SimpleNamespace(decode_cuda_graph_runner="verify", attn_backend=SimpleNamespace())
+    passes = Passes.__new__(Passes)
+    passes.runner, passes.weights = runner, DraftWeights(torch.nn.Module())
+    passes._step_graphs, passes._verify_graphs = "steps", {4: "narrow"}
+    with passes.steps(dense=False):
+        assert runner.decode_cuda_graph_runner == "steps"
+        runner.shared_read_done_event = "of a draft"
+    assert runner.shared_read_done_event is None
+    with passes.verification(4):
+        assert runner.decode_cuda_graph_runner == "narrow"
+    assert runner.decode_cuda_graph_runner == "verify"

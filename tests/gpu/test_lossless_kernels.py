@@ -12,7 +12,7 @@ from kernel_step import DEVICES, INTERPRETED, rounding_of_a_gpu  # noqa: F401
 from scipy import stats
 
 from sparrow_sglang.plugin.lossless import drafts as reference
-from sparrow_sglang.plugin.lossless import fp8_kernels, kernels
+from sparrow_sglang.plugin.lossless import fp8_kernels, kernels, lookup_kernels, lookups
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -47,9 +47,12 @@ def drawn_logits(*shape: int, device: str) -> torch.Tensor:
     return logits[..., : shape[-1]]
 
 
-def drafts_of(info: Any, k: int, vocabulary: int) -> kernels.KernelDrafts:
+ONE = reference.Plan(1, 0, 2)
+
+
+def drafts_of(info: Any, plan: reference.Plan, vocabulary: int) -> kernels.KernelDrafts:
     latest = torch.zeros(len(info.top_ks), dtype=torch.int64, device=info.top_ks.device)
-    return kernels.KernelDrafts(latest, k, vocabulary, info)
+    return kernels.KernelDrafts(latest, plan, vocabulary, info)
 
 
 def test_clocks_are_exponential(device: str) -> None:
@@ -69,7 +72,7 @@ def test_candidates(device: str, vocabulary: int, dtype: torch.dtype) -> None:
     # With ties.
     logits = drawn_logits(3, vocabulary, device=device).round(decimals=1).to(dtype)
     info = sampling({}, {"top_k": 1}, {"temperature": 0.8}, device=device)
-    drafts = drafts_of(info, 2, vocabulary)
+    drafts = drafts_of(info, reference.Plan(2, 0, 3), vocabulary)
     tokens = drafts.sample(logits)
     best, ids = reference.candidates(logits.cpu())
     assert torch.equal(drafts.ids[:, 0].cpu(), ids.int())
@@ -84,6 +87,7 @@ def test_candidates(device: str, vocabulary: int, dtype: torch.dtype) -> None:
 SAMPLED = ({}, {"temperature": 0.7}, {"top_k": 1}, {"temperature": 1.3}, {"temperature": 0.1})
 
 
+@pytest.mark.parametrize("plan", [(4, 0, 6), (2, 3, 6), (0, 3, 4)])
 @pytest.mark.parametrize(
     ("vocabulary", "groups", "chunk", "requests"),
     [
@@ -100,18 +104,20 @@ def test_a_round(
     groups: int,
     chunk: int,
     requests: Any,
+    plan: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fewer drafts than the round verifies."""
+    """Sparse drafts, tokens looked up, and rows after them."""
     monkeypatch.setattr(reference, "MAX_GROUPS", groups)
     monkeypatch.setattr(kernels, "_CHUNK", chunk)
-    batch, count, k = len(requests), 4, 5
+    batch, (k, lookups, rows) = len(requests), plan
+    count = k + lookups
     info = sampling(*requests, device=device)
-    drafts = drafts_of(info, k, vocabulary)
+    drafts = drafts_of(info, reference.Plan(*plan), vocabulary)
     sparse = drawn_logits(batch, count, vocabulary, device=device)
     width = triton.next_power_of_2(drafts.q.shape[2])
-    clocks = random_numbers(drafts.seeds[:1], count, batch, width)[0]
-    for number in range(count):
+    clocks = random_numbers(drafts.seeds[:1], max(k, 1), batch, width)[0]
+    for number in range(k):
         tokens = drafts.sample(sparse[:, number])
         best, ids = reference.candidates(sparse[:, number])
         q = reference.distribution(best, info)
@@ -119,12 +125,15 @@ def test_a_round(
         race = drafts.q[:, number] / clocks[number, :, : q.shape[1]]
         assert torch.equal(tokens, ids.gather(1, race.argmax(-1, keepdim=True))[:, 0])
 
-    dense = torch.randn(batch, k + 1, vocabulary, device=device)
+    dense = torch.randn(batch, rows, vocabulary, device=device)
     dense[:, :count] += sparse
     # p = q as far as candidates go.
     dense[:, 1] = sparse[:, 1]
     # The best of several tokens is the first.
     dense[:, 2] = dense[:, 2].round()
+    # Half of what is looked up is likely.
+    best = dense[:, k:count].argmax(-1).T
+    drafts.looked_up[:] = torch.where(torch.rand(best.shape, device=device) < 0.5, best, 0)
     outcome = drafts.verify(dense)
 
     coins = random_numbers(drafts.seeds[1:2], batch, count + 1)[1][:, :count]
@@ -133,8 +142,8 @@ def test_a_round(
     monkeypatch.setattr(reference, "sample", lambda probs: (probs / clocks).argmax(-1))
     expected = reference.accept(
         drafts.tokens[1 : count + 1].T,
-        drafts.ids[:, :count].long(),
-        drafts.q[:, :count],
+        drafts.ids.long(),
+        drafts.q,
         reference.distribution(dense[:, : count + 1], info),
     )
     assert torch.equal(outcome.accepted, expected.accepted)
@@ -145,7 +154,7 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: 
     """p = q up to rounding: nothing of p is left, and no token of probability 0 may appear."""
     batch = 20
     logits = torch.tensor([0.0, 0.0, -torch.inf], device=device).expand(batch, 2, -1)
-    drafts = drafts_of(sampling(*[{}] * batch, device=device), 1, 3)
+    drafts = drafts_of(sampling(*[{}] * batch, device=device), ONE, 3)
     drafts.sample(logits[:, 0])
     drafts.tokens[1], drafts.q[:, 0, 2] = 2, 1e-9
     outcome = drafts.verify(logits)
@@ -154,7 +163,7 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: 
 
 
 def test_a_round_without_drafts_samples_a_token(device: str) -> None:
-    drafts = drafts_of(sampling({}, {}, device=device), 2, 3)
+    drafts = drafts_of(sampling({}, {}, device=device), reference.DENSE, 3)
     best = torch.tensor([[2, 0, 1], [1, 0, 0]], device=device)
     logits = torch.nn.functional.one_hot(best, 3).log()
     outcome = drafts.verify(logits)
@@ -164,7 +173,7 @@ def test_a_round_without_drafts_samples_a_token(device: str) -> None:
 
 def test_logits_of_nan_give_tokens_of_the_vocabulary(device: str) -> None:
     """A token outside of it would end the server with an illegal access."""
-    drafts = drafts_of(sampling({}, {"top_k": 1}, device=device), 1, 9)
+    drafts = drafts_of(sampling({}, {"top_k": 1}, device=device), ONE, 9)
     logits = torch.full((2, 2, 9), torch.nan, device=device)
     drafts.sample(logits[:, 0])
     outcome = drafts.verify(logits)
@@ -172,11 +181,63 @@ def test_logits_of_nan_give_tokens_of_the_vocabulary(device: str) -> None:
         assert (tokens >= 0).all() and (tokens < 9).all()
 
 
+def test_tokens_looked_up_follow_the_dense_distribution(device: str) -> None:
+    """Behind a sparse draft of its own distribution, and alone; likely ones and unlikely ones."""
+    count = 150 if INTERPRETED else 50_000
+    dense = torch.randn(6, device=device)
+    exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))
+    for token in (int(dense.argmax()), int(dense.argmin())):
+        for plan in (reference.Plan(0, 1, 2), reference.Plan(1, 1, 3)):
+            drafts = drafts_of(sampling(*[{"temperature": 0.8}] * count, device=device), plan, 6)
+            if plan.drafts:
+                drafts.sample(dense.expand(count, -1))
+            drafts.looked_up[:] = token
+            outcome = drafts.verify(dense.expand(count, plan.rows, -1))
+            # A sparse draft from the dense distribution is always accepted.
+            assert (outcome.accepted >= plan.drafts).all()
+            tokens = outcome.output(drafts.tokens.T)[:, plan.drafts]
+            assert p_value(tokens.tolist(), exact) > 1e-4
+            share = float((outcome.accepted > plan.drafts).float().mean())
+            assert share == pytest.approx(exact[token], abs=0.12 if INTERPRETED else 0.01)
+
+
+@pytest.mark.parametrize("further", [0, 2])
+@pytest.mark.parametrize("alphabet", [2, 50])
+def test_lookups(device: str, alphabet: int, further: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, sources of different lengths, requests that search none but their own."""
+    monkeypatch.setattr(lookup_kernels, "_BLOCK", 16)
+    kernel = lookup_kernels.KernelHistories(4, 90, device)
+    kernel.tokens.random_(alphabet)
+    kernel.lengths[:5] = torch.tensor([70, 33, 5, 1, 61])
+    table = torch.tensor(
+        [[0, 9, 0, 1, 4], [2, 4, 2, -1, -1], [3, 1, 3, 0, 1], [4, 60, 4, 0, 2]],
+        dtype=torch.int32,
+        device=device,
+    )
+    sources = lookups.Sources(table[:, 0], table[:, 2:], table[:, 1], 70)
+    torch_histories = lookups.Histories(4, 90, "cpu")
+    on_cpu = [part.cpu() if isinstance(part, torch.Tensor) else part for part in sources]
+    for count in (1, 3, 8):
+        torch_histories.tokens, torch_histories.lengths = kernel.tokens.cpu(), kernel.lengths.cpu()
+        expected, out = (torch.full((count, 4), -1, device=where) for where in ("cpu", device))
+        kernel.look_up(sources, further, out)
+        torch_histories.look_up(lookups.Sources(*on_cpu), further, expected)
+        assert torch.equal(out.cpu(), expected)
+        # As after a round, and as behind sparse drafts.
+        written = kernel.lengths[table[:, 0].long()].long() - 1
+        accepted = torch.tensor([0, 1, 0, 1], device=device) if count > 1 else None
+        for histories, where in ((kernel, device), (torch_histories, "cpu")):
+            arguments = table[:, 0], written, out.T, accepted
+            histories.record(*(a if a is None else a.to(where) for a in arguments))
+        assert torch.equal(kernel.tokens.cpu(), torch_histories.tokens)
+        assert torch.equal(kernel.lengths.cpu(), torch_histories.lengths)
+
+
 def test_first_tokens_follow_the_dense_distribution(device: str) -> None:
     count = 150 if INTERPRETED else 50_000
     dense = torch.randn(6, device=device)
     sparse = 2 * dense.flip(0)
-    drafts = drafts_of(sampling(*[{"temperature": 0.8}] * count, device=device), 1, 6)
+    drafts = drafts_of(sampling(*[{"temperature": 0.8}] * count, device=device), ONE, 6)
     tokens = drafts.sample(sparse.expand(count, -1))
     outcome = drafts.verify(dense.expand(count, 2, -1))
     exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))

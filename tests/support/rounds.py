@@ -7,7 +7,8 @@ from typing import Any
 
 import landmark_check  # noqa: F401
 
-from sparrow_sglang.plugin.lossless.draft_length import DraftLength
+from sparrow_sglang.plugin.lossless.choice import RoundChoice
+from sparrow_sglang.plugin.lossless.drafts import Plan
 
 
 def run_scheduler(*arguments: Any, rounds: Sequence[Any] = (), **named: Any) -> Any:
@@ -19,13 +20,23 @@ def run_scheduler(*arguments: Any, rounds: Sequence[Any] = (), **named: Any) -> 
 
 
 def choose_rounds(rounds: Sequence[Any] = ()) -> None:
-    """Have this process take `rounds`, the plans of one round each, in turn. Without any, rounds
-    draft as many tokens as they may until the worker has timed them."""
-    plans, timed = itertools.cycle(rounds), DraftLength.next_round
+    """Have this process take `rounds`, the plans of one round each, in turn. Without any, until the
+    worker has timed them, all kinds take turns: those with most sparse drafts, with half of them
+    and tokens looked up behind, and with the latter alone."""
+    timed, turns = RoundChoice.next_round, itertools.count()
 
-    def next_round(self: DraftLength, *load: Any) -> Any:
-        if rounds:
-            return next(plans)
-        return self.most if self.times is None else timed(self, *load)
+    def next_round(self: RoundChoice, *load: Any) -> Any:
+        if self.times is not None and not rounds:
+            return timed(self, *load)
+        *_, widest = self.plans
+        most, rows = widest.drafts, widest.rows
+        kinds = (
+            (most, 0, rows),
+            (most // 2, most - most // 2, rows),
+            (0, min(3, most), min(4, rows)),
+        )
+        looks_up = any(plan.lookups for plan in self.plans)
+        plans = rounds or (kinds if looks_up else kinds[:1])
+        return Plan._make(plans[next(turns) % len(plans)])
 
-    DraftLength.next_round = next_round  # type: ignore[method-assign]
+    RoundChoice.next_round = next_round  # type: ignore[method-assign]

@@ -28,7 +28,13 @@ from sparrow_sglang.plugin.arguments.refusals import (
     server_problems,
 )
 from sparrow_sglang.plugin.errors import refuse
-from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
+from sparrow_sglang.plugin.names import (
+    BACKEND,
+    DRAFT_WEIGHTS,
+    LOOKUPS_FIELD,
+    WEIGHTS_FIELD,
+    uses_sparrow,
+)
 from sparrow_sglang.plugin.scheduler.adapter_checks import check_config
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model, schedule_spec
@@ -75,6 +81,12 @@ FIELDS = {
         AUTO,
         f"Weights that drafts of lossless decoding use: {', '.join(DRAFT_WEIGHTS)}. fp8: copies,"
         " kept beside the model's own. auto: copies where the GPU computes them much faster.",
+    ),
+    LOOKUPS_FIELD: ServerField(
+        bool,
+        False,
+        "Have lossless decoding draft by sparse steps alone, and not look tokens up in what the"
+        " request and other answers to its prompt have written.",
     ),
     "sparrow_audit_rate": ServerField(
         float,

@@ -2,8 +2,9 @@
 from q, is accepted with probability min(1, p(x) / q(x)), where p is the dense distribution; after
 the first rejection a token is drawn from max(p - q, 0), normalised. The tokens then have exactly
 the distribution p, whatever q is (arXiv 2302.01318, 2211.17192), so q may be restricted to some of
-the vocabulary. `kernels.py` does the same. Nothing waits for the device. B is the number of
-requests, k that of drafts, V the vocabulary, G the groups of candidates."""
+the vocabulary, and a token that was looked up is a draft whose q is one. `kernels.py` does the
+same. Nothing waits for the device. B is the number of requests, k that of sparse drafts, n that of
+all drafts, V the vocabulary, G the groups of candidates."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
 MAX_GROUPS = 4096
 """Token i is in group i mod G, with G at most this, and q is restricted to the likeliest token of
 each group. Ids in sequence, such as those of digits, are in different groups."""
+
+
+class Plan(NamedTuple):
+    """A round: sparse steps that each draft a token, then tokens looked up, and how many `rows` of
+    each request the dense pass computes, at least one more than drafts."""
+
+    drafts: int
+    lookups: int
+    rows: int
+
+
+DENSE = Plan(0, 0, 1)
+"""A dense step."""
 
 
 class Outcome(NamedTuple):
@@ -90,21 +104,21 @@ def candidates(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Drafts:
-    """Up to k drafts of each request, and the distributions that they were sampled from.
+    """Drafts of each request, and the distributions that sparse ones were sampled from.
 
     Attributes:
-        tokens: [k + 1, B] int64: the latest token, the drafts, then tokens to ignore.
-        ids: [B, k, G] int32, the candidates of each draft.
+        tokens: [rows, B] int64: the latest token, the drafts, then tokens to ignore.
+        ids: [B, k, G] int32, the candidates of each sparse draft.
         q: [B, k, G] fp32, their probabilities; all other tokens have none.
-        count: drafts until now.
+        count: sparse drafts until now.
     """
 
     def __init__(
-        self, latest: torch.Tensor, k: int, vocabulary: int, info: "SamplingBatchInfo"
+        self, latest: torch.Tensor, plan: Plan, vocabulary: int, info: "SamplingBatchInfo"
     ) -> None:
-        shape, device = (len(latest), k, min(MAX_GROUPS, vocabulary)), latest.device
-        self.count, self.info = 0, info
-        self.tokens = latest.repeat(k + 1, 1)
+        shape, device = (len(latest), plan.drafts, min(MAX_GROUPS, vocabulary)), latest.device
+        self.count, self.plan, self.info = 0, plan, info
+        self.tokens = latest.repeat(plan.rows, 1)
         self.ids = torch.empty(shape, dtype=torch.int32, device=device)
         self.q = torch.empty(shape, device=device)
 
@@ -118,37 +132,39 @@ class Drafts:
         self.tokens[number + 1] = ids.gather(1, sample(q)[:, None]).squeeze(1)
         return self.tokens[number + 1]
 
+    @property
+    def looked_up(self) -> torch.Tensor:
+        """The rows of `tokens` for tokens that are looked up, [lookups, B], to be written."""
+        first = self.plan.drafts + 1
+        return self.tokens[first : first + self.plan.lookups]
+
     def verify(self, logits: torch.Tensor) -> Outcome:
         """Accept a prefix of the drafts in sequence, and draw the token after it. Row j of the
-        dense pass's `logits`, [B, k + 1, V], follows j drafts; later rows are ignored."""
-        count = self.count
+        dense pass's `logits`, [B, rows, V], follows j drafts; rows after the drafts are ignored."""
+        count = self.plan.drafts + self.plan.lookups
         p = distribution(logits[:, : count + 1], self.info)
-        tokens, ids, q = self.tokens[1 : count + 1].T, self.ids[:, :count], self.q[:, :count]
-        return accept(tokens, ids.long(), q, p)
+        return accept(self.tokens[1 : count + 1].T, self.ids.long(), self.q, p)
 
 
 def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:
     """Accept each draft with probability min(1, p / q), and draw the next token of the residual.
 
     Args:
-        tokens: [B, k], draft j sampled from q[:, j].
+        tokens: [B, n]; draft j < k is sampled from q[:, j], the others are looked up.
         ids: [B, k, G] int64, distinct candidates.
         q: [B, k, G], their probabilities; all other tokens have none.
-        p: [B, k + 1, V], dense distributions.
+        p: [B, n + 1, V], dense distributions.
     """
-    k = tokens.shape[1]
-    p_of_draft = p[:, :k].gather(2, tokens[..., None]).squeeze(2)
-    q_of_draft = (q * (ids == tokens[..., None])).sum(2)
+    (n, k), vocabulary = (tokens.shape[1], ids.shape[1]), p.shape[2]
+    dense_q = torch.nn.functional.one_hot(tokens, vocabulary).to(p.dtype)
+    dense_q[:, :k] = torch.zeros_like(p[:, :k]).scatter_(2, ids, q)
+    p_of_draft, q_of_draft = (x[:, :n].gather(2, tokens[..., None])[..., 0] for x in (p, dense_q))
     is_accepted = torch.rand_like(p_of_draft) * q_of_draft < p_of_draft
     accepted = is_accepted.long().cumprod(1).sum(1)
-
-    def next_row(rows: torch.Tensor) -> torch.Tensor:
-        return rows.gather(1, accepted[:, None, None].expand(-1, 1, rows.shape[2])).squeeze(1)
-
-    p_next = next_row(p)
     # No draft follows the last row.
-    removed, removed_ids = (next_row(torch.nn.functional.pad(x, (0, 0, 0, 1))) for x in (q, ids))
-    residual = p_next.scatter_add(1, removed_ids, -removed).clamp(min=0)
+    removed = torch.nn.functional.pad(dense_q, (0, 0, 0, 1))
+    each = torch.arange(len(tokens), device=tokens.device)
+    p_next, q_next = p[each, accepted], removed[each, accepted]
     # Where p = q up to rounding, a rejection has no residual. Elsewhere 1e-20 changes nothing.
-    residual += 1e-20 * p_next
+    residual = (p_next - q_next).clamp(min=0) + 1e-20 * p_next
     return Outcome(accepted, sample(residual))

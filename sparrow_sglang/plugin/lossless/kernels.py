@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, distribution, truncates
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan, distribution, truncates
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -124,7 +124,7 @@ def _chunk_kernel(
     tl.store(out + 2, _first_where(mask & (values == peak), token, V).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["sampled", "chunks"])
 def _judge_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -135,6 +135,7 @@ def _judge_kernel(
     q: tl.tensor,
     drafts_stride: tl.tensor,
     tokens: tl.tensor,
+    sampled: tl.tensor,
     of_chunks: tl.tensor,
     of_rows: tl.tensor,
     chunks: tl.tensor,
@@ -143,7 +144,8 @@ def _judge_kernel(
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """Program (row, request) reduces the chunks of a row, and judges the draft after it."""
+    """Program (row, request) reduces the chunks of a row, and judges the draft after it. The first
+    drafts are `sampled`, the others looked up."""
     row, request = tl.program_id(0), tl.program_id(1)
     index = request * tl.num_programs(0) + row
     chunk = tl.arange(0, CHUNKS)
@@ -163,22 +165,23 @@ def _judge_kernel(
     tl.store(of_row + 2, best.to(tl.float32))
     if row + 1 < tl.num_programs(0):
         draft = tl.load(tokens + (row + 1) * tl.num_programs(1) + request)
-        slot = tl.arange(0, WIDTH)
-        mask = slot < G
-        at_slot = request.to(tl.int64) * drafts_stride + row * G + slot
-        candidate = tl.load(ids + at_slot, mask=mask, other=0)
-        q_of_slot = tl.load(q + at_slot, mask=mask, other=0.0)
         at_row = request.to(tl.int64) * request_stride + row.to(tl.int64) * row_stride
-        values = tl.load(logits + at_row + candidate, mask=mask, other=float("-inf"))
-        p = tl.exp((values.to(tl.float32) - top) / tl.abs(temperature)) / total
-        p = tl.where(mask, p + (candidate == best).to(tl.float32), 0.0)
-        q_of_draft = tl.sum(tl.where(candidate == draft, q_of_slot, 0.0), axis=0)
-        p_of_draft = tl.sum(tl.where(candidate == draft, p, 0.0), axis=0)
+        value = tl.load(logits + at_row + draft).to(tl.float32)
+        p_of_draft = tl.exp((value - top) / tl.abs(temperature)) / total
+        p_of_draft += (draft == best).to(tl.float32)
+        q_of_draft = 1.0
+        if row < sampled:
+            slot = tl.arange(0, WIDTH)
+            mask = slot < G
+            at_slot = request.to(tl.int64) * drafts_stride + row * G + slot
+            candidate = tl.load(ids + at_slot, mask=mask, other=-1)
+            q_of_slot = tl.load(q + at_slot, mask=candidate == draft, other=0.0)
+            q_of_draft = tl.sum(q_of_slot, axis=0)
         coin = tl.rand(tl.load(seeds + 1), index)
         tl.store(of_row + 3, (coin * q_of_draft < p_of_draft).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["sampled", "count"])
 def _residual_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -188,6 +191,8 @@ def _residual_kernel(
     ids: tl.tensor,
     q: tl.tensor,
     drafts_stride: tl.tensor,
+    tokens: tl.tensor,
+    sampled: tl.tensor,
     of_rows: tl.tensor,
     arrivals: tl.tensor,
     accepted: tl.tensor,
@@ -213,9 +218,14 @@ def _residual_kernel(
     temperature = tl.abs(tl.load(temperatures + request))
     p = tl.exp((values.to(tl.float32) - top) / temperature) / total + (token == best).to(tl.float32)
     # No draft follows the last row.
-    at_slot = request.to(tl.int64) * drafts_stride + row * G + token % G
-    candidate = tl.load(ids + at_slot, mask=mask & (row < count), other=-1)
-    removed = tl.load(q + at_slot, mask=candidate == token, other=0.0)
+    removed = tl.zeros((CHUNK,), tl.float32)
+    if row < sampled:
+        at_slot = request.to(tl.int64) * drafts_stride + row * G + token % G
+        candidate = tl.load(ids + at_slot, mask=mask, other=-1)
+        removed = tl.load(q + at_slot, mask=candidate == token, other=0.0)
+    elif row < count:
+        draft = tl.load(tokens + (row + 1) * tl.num_programs(1) + request)
+        removed = (token == draft).to(tl.float32)
     clock = exponential(tl.load(seeds + 2), request * V + token)
     # As in `drafts.accept`.
     ratio = (tl.maximum(p - removed, 0.0) + 1e-20 * p) / clock
@@ -229,9 +239,9 @@ class KernelDrafts(Drafts):
     """Samples and accepts by kernels."""
 
     def __init__(
-        self, latest: torch.Tensor, k: int, vocabulary: int, info: "SamplingBatchInfo"
+        self, latest: torch.Tensor, plan: Plan, vocabulary: int, info: "SamplingBatchInfo"
     ) -> None:
-        super().__init__(latest, k, vocabulary, info)
+        super().__init__(latest, plan, vocabulary, info)
         self._truncates = truncates(info)
         # Truncated probabilities are handed over as logits.
         positive = 1.0 if self._truncates else info.temperatures[:, 0]
@@ -257,11 +267,12 @@ class KernelDrafts(Drafts):
         return tokens
 
     def verify(self, logits: torch.Tensor) -> Outcome:
-        logits = logits[:, : self.count + 1]
+        logits = logits[:, : self.plan.drafts + self.plan.lookups + 1]
         if self._truncates:
             logits = distribution(logits, self.info).log_()
         batch, rows, vocabulary = logits.shape
         groups, chunks = self.q.shape[2], triton.cdiv(vocabulary, _CHUNK)
+        sampled = self.plan.drafts
         width, chunk_width, row_width = map(triton.next_power_of_2, (groups, chunks, rows))
         assert logits.stride(2) == 1 and self.q.is_contiguous() and self.ids.is_contiguous()
         of_chunks = torch.empty(batch, rows, chunks, 3, device=logits.device)
@@ -269,12 +280,12 @@ class KernelDrafts(Drafts):
         arrivals = torch.empty(batch, chunks, 2, device=logits.device)
         accepted = torch.empty(batch, dtype=torch.int64, device=logits.device)
         dense = logits, self._temperatures, logits.stride(0), logits.stride(1)
-        drafted = self.seeds, self.ids, self.q, self.q.stride(0)
+        drafted = self.seeds, self.ids, self.q, sampled * groups, self.tokens, sampled
         _chunk_kernel[(chunks, rows, batch)](
             *dense, of_chunks, V=vocabulary, CHUNK=_CHUNK, num_warps=8
         )
         sizes = {"V": vocabulary, "G": groups, "num_warps": 8}
-        judged = self.tokens, of_chunks, of_rows, chunks
+        judged = of_chunks, of_rows, chunks
         _judge_kernel[(rows, batch)](
             *dense, *drafted, *judged, **sizes, WIDTH=width, CHUNKS=chunk_width
         )

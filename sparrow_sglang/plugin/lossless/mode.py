@@ -148,14 +148,18 @@ class Lossless(Mode):
         setattr(runner, WEIGHTS_FIELD, make_draft_weights(runner))
 
     def graph_runner(self) -> type:
-        from sparrow_sglang.plugin.lossless.worker import VerifyGraphs
+        from sparrow_sglang.plugin.lossless.passes import VerifyGraphs
 
         return VerifyGraphs
 
-    def logits_bytes(self, rows: int, view: "ServerArgs", model_config: "ModelConfig") -> int:
+    def round_bytes(self, rows: int, view: "ServerArgs", model_config: "ModelConfig") -> int:
+        from sparrow_sglang.plugin.lossless.lookups import Histories
+
         # Logits of a round, and as much twice while its probabilities are computed, in fp32.
         tokens = view.speculative_num_draft_tokens or 1
-        return 3 * 4 * rows * tokens * model_config.vocab_size
+        requests = max(rows, view.max_running_requests or 0)
+        histories = Histories.num_bytes(requests, model_config.context_len + 2 * tokens)
+        return 3 * 4 * rows * tokens * model_config.vocab_size + histories
 
     def measure(self, scheduler: "Scheduler") -> int:
         scheduler.model_worker.measure()

@@ -1,8 +1,7 @@
-"""The worker of lossless decoding: rounds as docs/lossless.md describes them, and their timing."""
+"""The worker of lossless decoding: what SGLang's scheduler calls in place of the model's worker.
+`round.py` is one round."""
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
@@ -11,52 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin.lossless.draft_length import DraftLength, RoundTimes
-from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
-from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
-from sparrow_sglang.plugin.lossless.metrics import Drafted, DraftMetrics
-from sparrow_sglang.plugin.names import WEIGHTS_FIELD
-from sparrow_sglang.plugin.scheduler import forward, timing
-from sparrow_sglang.plugin.scheduler.graphs import SPARSE, DecodeGraphs
+from sparrow_sglang.plugin.lossless.choice import RoundChoice, RoundTimes
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan
+from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
+from sparrow_sglang.plugin.lossless.lookups import Histories
+from sparrow_sglang.plugin.lossless.metrics import Drafted, DraftMetrics, Kind
+from sparrow_sglang.plugin.lossless.passes import Passes
+from sparrow_sglang.plugin.lossless.round import Requests, Result, run_round
+from sparrow_sglang.plugin.names import LOOKUPS_FIELD
+from sparrow_sglang.plugin.scheduler import timing
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.sglang_compat.versions import replica_rank
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-
-class VerifyGraphs(DecodeCudaGraphRunner):
-    """Captures verifications, whose `spec_info` SGLang does not know."""
-
-    def get_spec_info(self, num_tokens: int) -> Any:
-        return forward.verify_input(self.captured_req_width, self.buffers.positions[:num_tokens])
-
-    def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
-        # SGLang compares widths only where there is a `spec_info`, which a draft has not. Replayed
-        # as a verification, it would write KV to stale slots.
-        verifies = forward_batch.forward_mode.is_target_verify()
-        return verifies and bool(super().can_run_graph(forward_batch))
-
-
-class DraftGraphs(DecodeGraphs):
-    """Captures dense steps with the model's weights, and drafts with `weights`."""
-
-    def __init__(self, runner: Any, weights: DraftWeights) -> None:
-        self._weights = weights
-        super().__init__(runner)
-
-    def capture_one_shape(self, *arguments: Any) -> None:
-        *_, variant = arguments
-        with self._weights.in_use(variant == SPARSE):
-            super().capture_one_shape(*arguments)
 
 
 @dataclass
@@ -100,14 +72,14 @@ class LosslessWorker(BaseSpecWorker):
         super().__init__()
         self._target_worker, self._draft_worker = target_worker, None
         self._width = int(get_spec().speculative_num_draft_tokens)
-        self._draft_graphs: Any = None
-        self._draft_length = DraftLength(self._width - 1)
-        self._weights: DraftWeights = getattr(target_worker.model_runner, WEIGHTS_FIELD)
-        # Drafts and requests of the rounds whose outcome is not on the host yet.
-        self._in_flight: deque[tuple[int, list[Req]]] = deque()
+        self._looks_up = not getattr(server_args, LOOKUPS_FIELD)
+        self._choice = RoundChoice(self._width, self._looks_up)
+        self._passes = Passes(target_worker.model_runner, self._width)
+        self._histories: Histories | None = None
+        # Rounds whose outcome is not on the host yet, and their requests.
+        self._in_flight: deque[tuple[Plan, list[Req]]] = deque()
         counts = server_args.enable_metrics and get_parallel().tp_rank == 0
         self._metrics = DraftMetrics(server_args, replica_rank(ignored)) if counts else None
-        self._positions = torch.arange(self._width, device=self.device)[:, None]
 
     def __getattr__(self, name: str) -> Any:
         # The scheduler takes this for the worker of the model.
@@ -122,33 +94,36 @@ class LosslessWorker(BaseSpecWorker):
     update_weights_from_ipc = update_weights_from_disk
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
-        drafts, requests = self._in_flight.popleft()
+        plan, requests = self._in_flight.popleft()
         # The scheduler launches a round before it knows which requests the one before has ended.
         accepted = [
             count
             for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
             if not (req.finished() or req.is_retracted)
         ]
-        counts = self._draft_length.observe(drafts, accepted)
+        sparse, lookups = self._choice.observe(plan, accepted)
         if self._metrics is not None:
-            self._metrics.observe(drafts, {"sparse": Drafted(drafts * len(requests), *counts)})
+            kinds: dict[Kind, Drafted] = {
+                "sparse": Drafted(plan.drafts * len(requests), *sparse),
+                "lookup": Drafted(plan.lookups * len(requests), *lookups),
+            }
+            self._metrics.observe(plan.drafts + plan.lookups, kinds)
 
     def init_cuda_graphs(self) -> None:
-        """Capture draft and dense steps; SGLang has captured verifications, if graphs are on."""
-        runner = self.model_runner
-        if runner.decode_cuda_graph_runner is None:
-            return
-        algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
-        try:
-            self._draft_graphs = DraftGraphs(runner, self._weights)
-        finally:
-            runner.spec_algorithm = algorithm
+        """SGLang has captured the widest verifications, if graphs are on."""
+        if self._looks_up:
+            table = self.model_runner.req_to_token_pool.req_to_token
+            # A round may write past the end of the context.
+            longest = self.model_runner.model_config.context_len + 2 * self._width
+            histories = KernelHistories if table.is_cuda else Histories
+            self._histories = histories(len(table), longest, table.device)
+        self._passes.capture()
 
     def measure(self) -> None:
         """Time rounds, so that they draft what pays; no request may run."""
-        if self._draft_graphs is None:
+        if not self._passes.captured:
             return
-        runner, most = self.model_runner, self._width - 1
+        runner = self.model_runner
         largest = timing.largest_batch(runner)
         longest = runner.model_config.context_len - self._width
         cases = [
@@ -158,135 +133,98 @@ class LosslessWorker(BaseSpecWorker):
         ]
         if not cases:
             return
-        self._weights.refresh()
-        for count in range(most):
+        self._passes.weights.refresh()
+        for plan in self._choice.plans:
             # Compiles the kernels for it.
-            self._seconds(*cases[0], count)
-        seconds = [[self._seconds(*case, count) for count in (0, 1, most)] for case in cases]
-        shared = self._of_first_rank(torch.tensor(seconds, device=self.device)).tolist()
-        times = RoundTimes(most, [(*case, *row) for case, row in zip(cases, shared, strict=True)])
-        self._draft_length.times = times
+            self._seconds(*cases[0], plan)
+        measured = RoundTimes.measured(self._choice.plans)
+        seconds = [[self._seconds(*case, plan) for plan in measured] for case in cases]
+        shared = self._passes.of_first_rank(torch.tensor(seconds, device=self.device)).tolist()
+        rows = [(*case, *row) for case, row in zip(cases, shared, strict=True)]
+        self._choice.times = RoundTimes(self._choice.plans, rows)
+        if self._histories is not None:
+            self._histories.clear()
         if get_parallel().tp_rank == 0:
-            announce(times.summary())
+            announce(self._choice.times.summary())
 
-    def _seconds(self, batch_size: int, tokens: int, count: int) -> float:
-        """Of a round of greedy requests with `count` drafts."""
+    def _seconds(self, batch_size: int, tokens: int, plan: Plan) -> float:
+        """Of a round of greedy requests."""
         runner = self.model_runner
         with timing.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
             lengths = torch.full_like(rows, tokens)
-            batch: Any = SimpleNamespace(
-                req_pool_indices=rows,
-                seq_lens=lengths,
-                seq_lens_cpu=lengths.cpu() if sparrow_backend(runner).needs_cpu_seq_lens else None,
-                spec_info=RoundState(torch.zeros_like(rows), lengths),
-                return_logprob=False,
-                sampling_info=SimpleNamespace(
-                    temperatures=torch.ones(batch_size, 1, device=self.device),
-                    top_ks=torch.ones_like(rows),
-                    is_all_greedy=True,
-                    is_any_greedy=True,
-                ),
+            histories = self._histories
+            requests = Requests(
+                rows,
+                lengths,
+                lengths.cpu() if sparrow_backend(runner).needs_cpu_seq_lens else None,
+                torch.zeros_like(rows),
+                _greedy(batch_size, rows.device),
+                None if histories is None else histories.timed(batch_size, tokens),
             )
-            return timing.least_seconds(lambda: self._round(batch, count))
+            return timing.least_seconds(lambda: self._round(requests, plan))
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
     ) -> GenerationBatchResult:
         """One prefill, or one round. `on_publish` receives the new lengths as soon as known."""
-        self._weights.refresh()
+        self._passes.weights.refresh()
         if batch.forward_mode.is_extend():
             result = self._target_worker.forward_batch_generation(batch)
+            if self._histories is not None:
+                self._histories.prefilled(batch.reqs, result.next_token_ids)
             result.new_seq_lens = batch.seq_lens
             result.next_draft_input = RoundState(result.next_token_ids.reshape(-1), batch.seq_lens)
             if on_publish is not None:
                 on_publish(result.new_seq_lens)
             return result
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
-        count = self._draft_length.next_round(len(lengths), sum(lengths) / len(lengths))
-        self._in_flight.append((count, batch.reqs[:]))
-        return self._round(batch, count, on_publish)
-
-    def _round(
-        self, batch: "ScheduleBatch", count: int, on_publish: Any = None
-    ) -> GenerationBatchResult:
-        """A round with `count` drafts."""
-        runner, config = self.model_runner, self.model_runner.model_config
-        # The scheduler may change its lengths before this round has run.
-        committed, rows = batch.seq_lens.clone(), batch.req_pool_indices
-        positions = committed.long() + self._positions
-        lengths = positions.to(committed.dtype) + 1
-        slots = runner.req_to_token_pool.req_to_token[rows.long(), positions].long()
-        # Past the context no token is returned, and some models have no rotary angles.
-        positions = positions.clamp(max=config.context_len - 1)
-        latest, known = batch.spec_info.bonus_tokens.reshape(-1).long(), batch.seq_lens_cpu
-        drafting = KernelDrafts if latest.is_cuda else Drafts
-        drafts = drafting(latest, self._width - 1, config.vocab_size, batch.sampling_info)
-
-        def decode(number: int) -> Any:
-            """The decode step after the latest token and `number` drafts."""
-            on_host = None if known is None else known + number + 1
-            token, position, slot = drafts.tokens[number], positions[number], slots[number]
-            return forward.run(runner, rows, lengths[number], on_host, token, position, slot)
-
-        with self._drafting():
-            for number in range(count):
-                # At once, as the next replay overwrites the logits.
-                draft = drafts.sample(decode(number).logits_output.next_token_logits)
-                # In place, so that all ranks verify the same drafts.
-                self._of_first_rank(draft)
-        if count:
-            flat = [tensor.T.reshape(-1) for tensor in (drafts.tokens, positions, slots)]
-            result = forward.run(runner, rows, committed, known, *flat)
-        else:
-            with self._drafting(dense=True):
-                result = decode(0)
-        logits = result.logits_output.next_token_logits.unflatten(0, (len(rows), -1))
-        outcome = Outcome(*map(self._of_first_rank, self._verify(drafts, logits)))
-        stride = logits.shape[1]
-        output = outcome.output(drafts.tokens[:stride].T).reshape(-1)
+        plan = self._choice.next_round(len(lengths), sum(lengths) / len(lengths))
+        self._in_flight.append((plan, batch.reqs[:]))
+        sources = None
+        if self._histories is not None:
+            # The rounds in flight may have written more than the host knows.
+            longest = max(lengths) + (1 + len(self._in_flight)) * self._width
+            sources = self._histories.sources(batch.reqs, longest)
+        requests = Requests(
+            batch.req_pool_indices,
+            # The scheduler may change its lengths before this round has run.
+            batch.seq_lens.clone(),
+            batch.seq_lens_cpu,
+            batch.spec_info.bonus_tokens.reshape(-1).long(),
+            batch.sampling_info,
+            sources,
+        )
+        passed, outcome, output = self._round(requests, plan)
         accept_lens = (outcome.accepted + 1).to(torch.int32)
-        new_seq_lens = committed + accept_lens.to(committed.dtype)
+        new_seq_lens = requests.committed + accept_lens.to(requests.committed.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        tokens = output.reshape(-1)
         if batch.return_logprob:
-            compute_spec_logprobs(batch, result.logits_output, output, chain_stride=stride)
+            compute_spec_logprobs(batch, passed.logits_output, tokens, chain_stride=plan.rows)
         return GenerationBatchResult(
-            logits_output=result.logits_output,
-            next_token_ids=output,
+            logits_output=passed.logits_output,
+            next_token_ids=tokens,
             accept_lens=accept_lens,
             next_draft_input=RoundState(outcome.bonus, new_seq_lens),
-            speculative_output_stride=stride,
+            speculative_output_stride=plan.rows,
             new_seq_lens=new_seq_lens,
-            can_run_cuda_graph=result.can_run_graph,
-            routed_experts_output=result.routed_experts_output,
+            can_run_cuda_graph=passed.can_run_graph,
+            routed_experts_output=passed.routed_experts_output,
         )
 
-    def _verify(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
+    def _round(self, requests: Requests, plan: Plan) -> Result:
+        return run_round(self._passes, self._histories, requests, plan, self._accept)
+
+    def _accept(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
         return drafts.verify(logits)
 
-    @contextmanager
-    def _drafting(self, dense: bool = False) -> Iterator[None]:
-        """Within, passes are drafts, or `dense` steps, and replay the graphs of these."""
-        runner, backend = self.model_runner, sparrow_backend(self.model_runner)
-        # Drafts with the model's weights are dense steps where the budget covers the context.
-        backend.dense_override = True if dense else False if self._weights.copies else None
-        verify_graphs = runner.decode_cuda_graph_runner
-        runner.decode_cuda_graph_runner = self._draft_graphs
-        try:
-            with self._weights.in_use(not dense):
-                yield
-        finally:
-            runner.decode_cuda_graph_runner = verify_graphs
-            backend.dense_override = None
-            # A verification without a graph sets no event of its own. With that of the last draft
-            # the scheduler would change the token table while the verification reads it.
-            if not dense:
-                runner.shared_read_done_event = None
 
-    def _of_first_rank(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of rank 0: logits of ranks may differ by rounding, and samples do."""
-        group = get_parallel().tp_group
-        if group.world_size > 1:
-            tensor = tensor.contiguous()
-            group.broadcast(tensor, src=0)
-        return tensor
+def _greedy(requests: int, device: Any) -> Any:
+    """What greedy requests have of a `SamplingBatchInfo`."""
+    return SimpleNamespace(
+        temperatures=torch.ones(requests, 1, device=device),
+        top_ks=torch.ones(requests, dtype=torch.int64, device=device),
+        is_all_greedy=True,
+        is_any_greedy=True,
+    )

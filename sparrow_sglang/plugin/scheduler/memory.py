@@ -86,5 +86,5 @@ def reserve_decode_buffers(
     )
     meta, device = torch.device("meta"), torch.device("cuda", kvc.gpu_id)
     needed = DecodeBuffers(shape, rows, meta, device).num_bytes
-    needed += mode_of(server_args).logits_bytes(rows, server_args, kvc.model_config)
+    needed += mode_of(server_args).round_bytes(rows, server_args, kvc.model_config)
     return available_bytes - needed - record_bytes(kvc.server_args, kvc.model_config)

@@ -38,30 +38,48 @@ def test_candidates_are_the_best_of_groups_that_cover_the_vocabulary(
         assert best in ids
 
 
-def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, k: int, count: int) -> Any:
+def rounds(
+    info: Any, dense: torch.Tensor, sparse: torch.Tensor, plan: reference.Plan, count: int
+) -> Any:
     """Tokens of `count` rounds over a vocabulary whose logits depend on the latest token."""
     previous = torch.zeros(count, dtype=torch.int64)
-    # A round may draft fewer than it verifies.
-    drafts = reference.Drafts(previous, k + 1, sparse.shape[1], info)
-    for _ in range(k):
+    drafts = reference.Drafts(previous, plan, sparse.shape[1], info)
+    for _ in range(plan.drafts):
         previous = drafts.sample(sparse[previous])
+    for row in drafts.looked_up:
+        # What is likely, or what is not.
+        row[:] = dense[previous].argmax(-1) if count % 2 else dense[previous].argmin(-1)
+        previous = row
     outcome = drafts.verify(dense[drafts.tokens.T])
     return outcome, outcome.output(drafts.tokens.T), drafts.tokens[1:].T
 
 
+# Fewer drafts than the round verifies, drafts of both kinds, and tokens looked up alone.
+@pytest.mark.parametrize(
+    ("plan", "restricted", "likely"),
+    [
+        ((3, 0, 5), False, False),
+        ((3, 0, 5), True, False),
+        ((1, 2, 4), True, True),
+        ((0, 3, 4), False, False),
+    ],
+)
 @pytest.mark.parametrize("request_", REQUESTS[:6])
-@pytest.mark.parametrize("restricted", [False, True])
 def test_rounds_follow_the_dense_distribution(
-    request_: dict[str, float], restricted: bool, monkeypatch: pytest.MonkeyPatch
+    request_: dict[str, float],
+    restricted: bool,
+    plan: tuple[int, int, int],
+    likely: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first two tokens: of a round where it has two, else followed by one drawn densely."""
     monkeypatch.setattr(reference, "MAX_GROUPS", 3 if restricted else 64)
     torch.manual_seed(1)
-    vocabulary, k, count = 7, 3, 20_000
+    vocabulary, count = 7, 20_000 + likely
     dense = torch.randn(vocabulary, vocabulary) * 1.5
     sparse = dense + torch.randn(vocabulary, vocabulary)
     info = sampling(*[request_] * count)
-    outcome, output, drafts = rounds(info, dense, sparse, k, count)
+    outcome, output, drafts = rounds(info, dense, sparse, reference.Plan(*plan), count)
     then = reference.sample(reference.distribution(dense[output[:, 0]], info))
     second = torch.where(outcome.accepted > 0, output[:, 1], then)
     p = [sampled_from(row, **request_) for row in dense.tolist()]
@@ -71,7 +89,7 @@ def test_rounds_follow_the_dense_distribution(
     # The control: drafts themselves do not follow it.
     assert p_value(map(tuple, drafts[:, :2].tolist()), exact) < 1e-12
     # Unless q is restricted, the first draft is accepted at the rate that the audit measures.
-    if not restricted:
+    if plan[0] and not restricted:
         q = sampled_from(sparse[0].tolist(), **request_)
         share = float((outcome.accepted > 0).float().mean())
         assert share == pytest.approx(np.minimum(p[0], q).sum(), abs=0.02)
@@ -79,7 +97,7 @@ def test_rounds_follow_the_dense_distribution(
 
 def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
     info = sampling(*[{"top_k": 1}] * 3)
-    drafts = reference.Drafts(torch.zeros(3, dtype=torch.int64), 2, 5, info)
+    drafts = reference.Drafts(torch.zeros(3, dtype=torch.int64), reference.Plan(2, 0, 3), 5, info)
     for tokens in ([3, 3, 1], [2, 0, 2]):
         drafts.sample(torch.nn.functional.one_hot(torch.tensor(tokens), 5).float())
     best = torch.tensor([[3, 2, 4], [3, 1, 2], [3, 2, 2]])
@@ -89,12 +107,14 @@ def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
 
 
 def test_a_round_without_drafts_samples_a_token() -> None:
-    drafts = reference.Drafts(torch.zeros(2, dtype=torch.int64), 2, 3, sampling({}, {}))
+    drafts = reference.Drafts(
+        torch.zeros(2, dtype=torch.int64), reference.DENSE, 3, sampling({}, {})
+    )
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [1, 0, 0]]), 3).log()
     outcome = drafts.verify(logits)
     assert outcome.accepted.tolist() == [0, 0]
     assert outcome.bonus.tolist() == [2, 1]
-    assert outcome.output(drafts.tokens[:1].T).tolist() == [[2], [1]]
+    assert outcome.output(drafts.tokens.T).tolist() == [[2], [1]]
 
 
 def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> None:

@@ -1,0 +1,96 @@
+"""A round of lossless decoding: draft, verify, accept."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan
+from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
+from sparrow_sglang.plugin.lossless.lookups import Histories, Sources
+from sparrow_sglang.plugin.scheduler import forward
+
+if TYPE_CHECKING:
+    from sparrow_sglang.plugin.lossless.passes import Passes
+
+
+class Requests(NamedTuple):
+    """The requests of a round.
+
+    Attributes:
+        rows: [B], of the token table.
+        committed: [B], tokens whose KV is written, all that precede the latest.
+        committed_cpu: the same on the host, unless the dense side needs none there.
+        latest: [B] int64, the latest token of each, whose KV is not written yet.
+        sampling: their `SamplingBatchInfo`.
+        sources: where they look tokens up; None where none is.
+    """
+
+    rows: torch.Tensor
+    committed: torch.Tensor
+    committed_cpu: torch.Tensor | None
+    latest: torch.Tensor
+    sampling: Any
+    sources: Sources | None
+
+
+class Result(NamedTuple):
+    """`passed` is the dense pass; `output` [B, rows] are accepted drafts, the token after them and
+    tokens to ignore."""
+
+    passed: Any
+    outcome: Outcome
+    output: torch.Tensor
+
+
+Accept = Callable[[Drafts, torch.Tensor], Outcome]
+
+
+def run_round(
+    passes: "Passes", histories: Histories | None, requests: Requests, plan: Plan, accept: Accept
+) -> Result:
+    """One round. KV of tokens past the accepted ones stays in slots that the requests own, and the
+    next round overwrites it: it verifies as many rows from the new latest token on, and no pass
+    reads past its own tokens."""
+    rows, committed, known, latest, sampling, sources = requests
+    # [rows, B]
+    positions = committed.long() + torch.arange(plan.rows, device=rows.device)[:, None]
+    slots = passes.slots(rows, positions)
+    # Past the context no token is returned, and some models have no rotary angles.
+    positions = positions.clamp(max=passes.context_len - 1)
+    drafting = KernelDrafts if latest.is_cuda else Drafts
+    drafts = drafting(latest, plan, passes.vocab_size, sampling)
+
+    def step(number: int, dense: bool) -> Any:
+        """The decode step after the latest token and `number` drafts."""
+        lengths, on_host = committed + (number + 1), None if known is None else known + number + 1
+        token, position, slot = drafts.tokens[number], positions[number], slots[number]
+        with passes.steps(dense):
+            return forward.run(passes.runner, rows, lengths, on_host, token, position, slot)
+
+    # Draft.
+    for number in range(plan.drafts):
+        # At once, as the next replay overwrites the logits. In place, so that all ranks verify the
+        # same drafts.
+        draft = drafts.sample(step(number, dense=False).logits_output.next_token_logits)
+        passes.of_first_rank(draft)
+    if histories is not None and sources is not None and plan.lookups:
+        if plan.drafts:
+            histories.record(sources.histories, committed, drafts.tokens[1 : plan.drafts + 1].T)
+        histories.look_up(sources, plan.drafts, drafts.looked_up)
+
+    # Verify.
+    if plan.rows == 1:
+        passed = step(0, dense=True)
+    else:
+        flat = [tensor.T.reshape(-1) for tensor in (drafts.tokens, positions, slots)]
+        with passes.verification(plan.rows):
+            passed = forward.run(passes.runner, rows, committed, known, *flat)
+    logits = passed.logits_output.next_token_logits.unflatten(0, (len(rows), -1))
+
+    # Accept.
+    outcome = Outcome(*map(passes.of_first_rank, accept(drafts, logits)))
+    output = outcome.output(drafts.tokens.T)
+    if histories is not None and sources is not None:
+        histories.record(sources.histories, committed, output, outcome.accepted)
+    return Result(passed, outcome, output)
