@@ -35,8 +35,8 @@ from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
-from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.drafts import DENSE, Plan
+from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.passes import Passes, VerifyGraphs
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker
 from sparrow_sglang.plugin.scheduler import forward
@@ -513,27 +513,24 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
             assert engine.loop.run_until_complete(checked)
 
 
-def test_what_was_written_before_is_drafted(
-    stock: Any, sharp_llama: str, schedule_file: str
-) -> None:
-    """By rounds without a sparse step: an answer is in those to the same prompt, which have ended
-    or run beside it, and in none to others."""
-    fields = {"input_ids": random_prompt(90, 100), "sampling_params": greedy(64)}
-    again = [fields["input_ids"]] * 3
-    expected = stock.generate(**fields)["output_ids"]
+def test_what_was_written_before_is_drafted(sharp_llama: str, schedule_file: str) -> None:
+    """By rounds without a sparse step: what the answers to the same prompt have, which ended or run
+    beside it, and none to others."""
+    prompt = random_prompt(90, 100)
     arguments = DRAFTS | {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
     with start_engine(sharp_llama, rounds=[(0, 3, 4)], **arguments, **POOL) as engine:
 
-        def tokens_per_round(**changed: Any) -> float:
-            answers = engine.generate(**fields | changed)
-            answers = answers if isinstance(answers, list) else [answers]
-            assert all(answer["output_ids"] == expected for answer in answers)
-            return min(answer["meta_info"]["spec_accept_length"] for answer in answers)
+        def answers(*prompts: list[int]) -> tuple[list[list[int]], float]:
+            got = engine.generate(input_ids=[*prompts], sampling_params=greedy(64))
+            return tokens_of(got), min(a["meta_info"]["spec_accept_length"] for a in got)
 
-        engine.generate(**fields | {"input_ids": [*fields["input_ids"], 5]})
-        alone = tokens_per_round()
-        assert tokens_per_round() > 3.8 > alone + 1
-        assert tokens_per_round(input_ids=again, sampling_params=[greedy(64)] * 3) > 3.8
+        # One token apart, so that the same text is likely, and must not be seen.
+        answers([*prompt, 5])
+        [first], alone = answers(prompt)
+        [second], after = answers(prompt)
+        together, beside = answers(prompt, prompt, prompt)
+    assert alone < 3 < 3.8 < min(after, beside)
+    assert [first] * 4 == [second, *together]
 
 
 def test_copies_of_weights_follow_updates(sharp_llama: str, tmp_path: Path) -> None:
