@@ -88,7 +88,7 @@ def test_a_pattern_is_named(client: httpx.Client, pattern: str) -> None:
 
 
 def test_a_pattern_ends_a_response(client: httpx.Client) -> None:
-    """At the first token with which the text has a match. `re` would try the first one for hours."""
+    """At the first token with which the text has a match. `re` would try the first for hours."""
     fields = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
     whole = client.post("/generate", json=RIGHT | {"sampling_params": fields}).json()["text"]
     tokens = whole.split()
