@@ -1,8 +1,9 @@
-"""`sparrow report`: a page about a training run or a calibration, several runs compared, or the
-results of `sparrow bench step` as a table."""
+"""`sparrow report`: a page about a training run or a calibration, several runs compared, results of
+`sparrow bench step` as a table, or one of `sparrow bench rollout` as a figure."""
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.benchmarks.step import steps_table
 from sparrow_sglang.command_line import new_path
 from sparrow_sglang.report.compare import compare, comparison_table
+from sparrow_sglang.report.rollout_figure import rollout_figure
 from sparrow_sglang.report.sources import ReportError, find_sources
 from sparrow_sglang.report.write import write_page
 
@@ -22,6 +24,7 @@ examples:
                                                   intervals over the seeds of equal settings
   sparrow report decode_step.json                 steps of `sparrow bench step`, and what lossless
                                                   decoding gains at several acceptance rates
+  sparrow report rollout.json --out rollout.svg   sequences still running, by second and side
 
 A page needs no network and no other file, and can be read on a phone.
 """
@@ -30,8 +33,9 @@ A page needs no network and no other file, and can be read on a phone.
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
-        description="Write an HTML page about a training run or a calibration, or print a table of "
-        "several\nruns or of measured steps. Runs that differ in the seed only are one arm.",
+        description="Write an HTML page about a training run or a calibration, print a table of"
+        " several runs\nor of measured steps, or draw a rollout. Runs that differ in the seed only"
+        " are one arm.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,19 +43,25 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help=paths)
     out = (
         "the .html file to write (default report.html); for several runs, a .json file of their"
-        " numbers (default: none)"
+        " numbers (default: none); for a rollout, an .svg file (default rollout.svg)"
     )
     parser.add_argument("--out", type=new_path, help=out)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, or print a table of several runs or steps. Raises `ReportError`."""
-    steps = [_step_rows(path) for path in args.paths]
+    """Write the page or figure, or print a table of several runs or steps. Raises `ReportError`."""
+    steps = [_bench_rows(path, "step_ms") for path in args.paths]
     if all(steps):
         print(steps_table([row for rows in steps for row in rows]))
         return 0
-    sources = find_sources(args.paths)
     out: Path | None = args.out
+    if len(args.paths) == 1 and (rows := _bench_rows(args.paths[0], "finished_s")):
+        _require_packages()
+        out = out or Path("rollout.svg")
+        _require_suffix(out, ".svg", "a figure of a rollout")
+        _write(out, rollout_figure(rows))
+        return 0
+    sources = find_sources(args.paths)
     if len(sources.runs) > 1:
         _require_suffix(out, ".json", f"{len(sources.runs)} runs are compared in the terminal")
         comparison = compare(sources)
@@ -59,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         text = json.dumps(comparison, indent=1, ensure_ascii=False)
         print(comparison_table(comparison))
     else:
+        _require_packages()
         out = out or Path("report.html")
         _require_suffix(out, ".html", "a page")
         more = f" and {len(args.paths) - 1} more" if args.paths[1:] else ""
@@ -66,21 +77,33 @@ def run(args: argparse.Namespace) -> int:
     for reason in sources.left_out:
         print(f"left out: {reason}")
     if out is not None:
-        try:
-            write_text(out, text)
-        except OSError as error:
-            raise ReportError(f"--out {out}: {error.strerror or error}") from None
-        print(out)
+        _write(out, text)
     return 0
 
 
-def _step_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a result of `sparrow bench step`, each with its `file`; empty for other files."""
+def _write(out: Path, text: str) -> None:
     try:
-        rows = json.loads(path.read_text("utf-8"))["rows"]
-        return [row | {"file": path} for row in rows if "step_ms" in row]
-    except (OSError, ValueError, LookupError, TypeError):
+        write_text(out, text)
+    except OSError as error:
+        raise ReportError(f"--out {out}: {error.strerror or error}") from None
+    print(out)
+
+
+def _bench_rows(path: Path, measured: str) -> list[dict[str, Any]]:
+    """Rows of a result of `sparrow bench` that have the field `measured`, each with its `file` and
+    `device`; empty for other files."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        origin = {"file": path, "device": content.get("device")}
+        return [row | origin for row in content["rows"] if measured in row]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
+
+
+def _require_packages() -> None:
+    for name in ("matplotlib", "jinja2"):
+        if find_spec(name) is None:
+            raise ReportError(f"{name} is not installed; install sparrow-sglang[report]")
 
 
 def _require_suffix(out: Path | None, suffix: str, what: str) -> None:

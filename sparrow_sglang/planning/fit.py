@@ -74,9 +74,10 @@ def _terms(row: Mapping[str, Any], gpu: str, benchmarks: Path) -> np.ndarray:
         return step_terms(shape, sheet, batch, cached)
     path = benchmarks.parent / spec
     schedule = load_schedule(str(path) if path.is_file() else spec, PAGE_SIZE)
-    if row.get("drafts"):
+    if "round_ms" in row:
         fp8 = sheet.fp8 and row.get("draft_weights") in ("auto", "fp8")
-        return round_terms(shape, sheet, batch, cached, row["drafts"], 0, schedule, fp8)
+        drafts = row["drafts"], row.get("lookups", 0)
+        return round_terms(shape, sheet, batch, cached, *drafts, schedule, fp8)
     schedule = schedule.dense_below(row.get("dense_tokens") or 0)
     return step_terms(shape, sheet, batch, cached, schedule)
 

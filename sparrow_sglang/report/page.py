@@ -17,26 +17,26 @@ POSITION_LABEL = "position (cached tokens)"
 _LEAST_SPAN = 1e-4
 # Of medium lightness, to be seen on both black and white.
 PALETTE = ("#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3", "#a07a14", "#7b8087")
-INK, _RULE = "#101010", "#dddddd"
-_THEME = {INK: "currentColor", _RULE: "var(--rule)"}
+INK, RULE = "#101010", "#dddddd"
+_THEME = {INK: "currentColor", RULE: "var(--rule)"}
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,
-    "axes.edgecolor": _RULE,
+    "axes.edgecolor": RULE,
     "axes.facecolor": "none",
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.facecolor": "none",
-    "grid.color": _RULE,
+    "grid.color": RULE,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 9.5,
-    "xtick.color": _RULE,
-    "ytick.color": _RULE,
+    "xtick.color": RULE,
+    "ytick.color": RULE,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "lines.linewidth": 1.8,
@@ -67,23 +67,33 @@ class Section:
     @contextmanager
     def chart(self, title: str, x_label: str, y_label: str, note: str = "") -> Iterator[Any]:
         """Axes for the block to plot on."""
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-        with rc_context(_STYLE | {"svg.hashsalt": title}):
-            # At this width the text can be read on a phone.
-            figure = Figure(figsize=(4.5, 2.8), layout="constrained")
-            axes = figure.subplots()
-            axes.set(xlabel=x_label, ylabel=y_label, axisbelow=True)
+        # At this width the text can be read on a phone.
+        with drawing(title, x_label, y_label, (4.5, 2.8)) as (axes, svg):
             yield axes
-            handles, labels = axes.get_legend_handles_labels()
-            if len(labels) > 1:
-                columns = max(1, min(6, 60 // (max(map(len, labels)) + 7)))
-                figure.set_figheight(2.8 + 0.2 * -(-len(labels) // columns))
-                figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-            svg = io.StringIO()
-            figure.savefig(svg, format="svg", metadata={"Date": None})
         self.charts.append(Chart(title, svg.getvalue(), note))
+
+
+@contextmanager
+def drawing(
+    title: str, x_label: str, y_label: str, inches: tuple[float, float]
+) -> Iterator[tuple[Any, io.StringIO]]:
+    """Axes for the block to plot on, and what receives the SVG at its end. The legend of several
+    series adds to the height."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    svg = io.StringIO()
+    with rc_context(_STYLE | {"svg.hashsalt": title}):
+        figure = Figure(figsize=inches, layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel=x_label, ylabel=y_label, axisbelow=True)
+        yield axes, svg
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            columns = max(1, min(6, int(13.4 * inches[0]) // (max(map(len, labels)) + 7)))
+            figure.set_figheight(inches[1] + 0.2 * -(-len(labels) // columns))
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+        figure.savefig(svg, format="svg", metadata={"Date": None})
 
 
 def scale(axes: Any, whole: bool = False, from_zero: bool = False) -> None:

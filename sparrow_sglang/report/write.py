@@ -14,13 +14,9 @@ from sparrow_sglang.report.sources import ReportError, Row, Sources, reading
 
 def write_page(title: str, sources: Sources) -> str:
     """The page about runs and calibrations; adds to `sources.left_out`. Raises `ReportError` if
-    nothing can be shown, or a package is missing."""
-    try:
-        import matplotlib  # noqa: F401
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        name = error.name
-        raise ReportError(f"{name} is not installed; install sparrow-sglang[report]") from None
+    nothing can be shown."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     sections = list(_sections(sources))
     if not sections:
         raise ReportError(sources.left_out[0])

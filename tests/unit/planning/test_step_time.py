@@ -74,24 +74,26 @@ class TestFit:
         self, tmp_path: Path, write_results: Callable[..., None]
     ) -> None:
         factors = [1.5, 1.1, 0.03, 0.0002]
-        shape, gpu, drafts = ModelShape.from_config(config("qwen3-8b")), GPUS["h200"], 8
+        shape, gpu = ModelShape.from_config(config("qwen3-8b")), GPUS["h200"]
         rows = []
         for batch, cached in itertools.product((1, 16, 64), (1024, 16384)):
             row = {"model": "qwen3-8b", "case": f"{batch}x{cached}", "schedule": None}
             rows.append(row | {"step_ms": step_terms(shape, gpu, batch, cached) @ factors})
             # A slower backend of the same file does not count.
             rows.append(row | {"step_ms": 99.0})
-            terms = round_terms(
-                shape, gpu, batch, cached, drafts, 0, BudgetSchedule.drafts(), fp8=True
-            )
-            row |= {"schedule": "drafts", "drafts": drafts, "draft_weights": "fp8"}
-            rows.append(row | {"round_ms": terms @ factors, "step_ms": 0.0})
+            for drafts, lookups in (8, 0), (0, 3):
+                terms = round_terms(
+                    shape, gpu, batch, cached, drafts, lookups, BudgetSchedule.drafts(), fp8=True
+                )
+                row |= {"schedule": "drafts", "draft_weights": "fp8"}
+                row |= {"drafts": drafts, "lookups": lookups, "round_ms": terms @ factors}
+                rows.append(row | {"step_ms": 0.0})
         unlike = {"tp": 2}, {"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "fp8"}
         unlike += {"schedule": "removed"}, {"model": "qwen3-30b-a3b"}
         rows += [rows[0] | {"case": "2x2048", "step_ms": 1.0} | fields for fields in unlike]
         write_results(rows)
         steps = measured_steps(tmp_path / "results")
-        assert len(steps) == 12
+        assert len(steps) == 18
         assert [*fit(steps)["ms"].values()] == pytest.approx(factors, rel=1e-3)
 
 

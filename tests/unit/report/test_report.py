@@ -364,6 +364,46 @@ def test_runs_within_the_folder_of_a_run_are_found(run: Path, tmp_path: Path) ->
     assert find_sources([tmp_path]).runs == [tmp_path, tmp_path / "again"]
 
 
+# -- rollouts
+
+
+def rollout(side: str, seconds: Any, sequences: int = 3, **fields: Any) -> dict[str, Any]:
+    schedule, backend = ("drafts", "sparrow") if side == "lossless" else (None, side)
+    row = {"model": "qwen3-8b", "backend": backend, "schedule": schedule, "sequences": sequences}
+    row |= {"drafts": "8"} if schedule else {}
+    total = np.max(np.atleast_2d(seconds)[0])
+    return row | {"longest": 4096, "tokens_per_s": 9 / total, "finished_s": seconds} | fields
+
+
+def test_a_figure_of_a_rollout_has_a_line_of_running_sequences_for_each_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [rollout("slow", [9.0] * 3), rollout("fa3", [1.0, 2.0, 8.0])]
+    rows += [rollout("lossless", [[3.0, 1.0, 4.0], [7.0, 7.0, 7.0]]), rollout("fa3", [9.0], 1)]
+    Path("r.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
+    assert cli.main(["report", "r.json"]) == 0
+    assert capsys.readouterr().out == "rollout.svg\n"
+    svg = Path("rollout.svg").read_text()
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    assert {"stock SGLang (fa3), 8.0 s", "lossless, 4.0 s", "sequences still running"} <= {*texts}
+    assert "qwen3-8b, 3 sequences of up to 4,096 tokens, NVIDIA H200" in texts and "slow" not in svg
+    lines = {}
+    for index in range(2):
+        [path] = re.findall(rf'id="series-{index}">\s*<path d="([^"]*)"', svg)
+        lines[index] = np.array([float(n) for n in re.findall(r"[\d.]+", path)]).reshape(-1, 2)
+    # From the origin: seconds to the right, and three sequences, two, one and none downwards.
+    second = (lines[0][-1, 0] - lines[0][0, 0]) / 8
+    sequence = (lines[0][-1, 1] - lines[0][0, 1]) / 3
+    for line, ends in zip(lines.values(), ([1, 2, 8], [1, 3, 4]), strict=True):
+        x, y = (line - line[0]).T / np.array([[second], [sequence]])
+        assert x == pytest.approx(np.repeat([0, *ends], 2)[1:], abs=1e-3)
+        assert y == pytest.approx(np.repeat([0, 1, 2, 3], 2)[:-1], abs=1e-3)
+    # It loads nothing, and is seen on white and on black.
+    assert not re.search(r'href="[^#]|@import|url\([^#]', svg)
+    assert "currentColor" not in svg and "#101010" not in svg
+
+
 # -- damaged files and wrong input
 
 
