@@ -10,7 +10,7 @@ from sparrow_sglang.models import require_reachable
 from sparrow_sglang.rl.config import TrainConfig, commented_defaults
 from sparrow_sglang.rl.runs.setup import check
 from sparrow_sglang.run_folder import METRICS_FILE
-from sparrow_sglang.sglang_compat.arguments import resolve
+from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, resolved
 
 if TYPE_CHECKING:
     from sparrow_sglang.rl.runs.setup import Setup
@@ -78,18 +78,21 @@ def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
 
     logging.disable_progress_bar()
     setup = prepare(config)
-    _check_engine(setup)
+    notes = [*setup.notes, *_check_engine(setup)]
     checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
     checkpoints.starting_point(config, args.resume, setup.fingerprint)
-    print("\n".join(["the settings can be run", *setup.notes]))
+    print("\n".join(["the settings can be run", *notes]))
     return 0
 
 
-def _check_engine(setup: "Setup") -> None:
-    """Have SGLang resolve the arguments of the engine. Raises `InputError`."""
+def _check_engine(setup: "Setup") -> list[str]:
+    """Have SGLang resolve the arguments of the engine; what lossless rollouts draft with them.
+    Raises `InputError`."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
+    from sparrow_sglang.plugin.arguments.modes import mode_of
+    from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
     from sparrow_sglang.rl.engines.local_engine import engine_args
 
     load_plugins()
@@ -100,6 +103,12 @@ def _check_engine(setup: "Setup") -> None:
         arguments.check_server_args()
     except Exception as error:  # SGLang raises anything, ImportError for a device among them
         raise InputError(f"engine.server_args: {error or 'SGLang refuses them'}") from None
+    view = resolved(arguments)
+    if not mode_of(view).is_dense:
+        return []
+    hf_config = read_model_config(arguments).hf_config
+    schedule = resolve_schedule(arguments, hf_config)
+    return [f"rollouts: {mode_of(view).describe(view, schedule, hf_config)}"]
 
 
 def _train(config: TrainConfig, args: argparse.Namespace) -> int:
