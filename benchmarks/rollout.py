@@ -1,12 +1,11 @@
-"""`sparrow bench rollout`: replay a rollout's response lengths, sparse and dense. Stock SGLang,
-with CUDA graphs, radix cache and overlap scheduler on, serves the same requests first on one side
-and then on the other; each side runs in a process of its own."""
+"""`sparrow bench rollout`: whole rollouts of stock SGLang, dense and sparse. CUDA graphs, radix
+cache and overlap scheduler are on. Random weights replay response lengths; a model's own weights
+answer prompts to their own ends. Each side runs in a process of its own."""
 
 import argparse
 import asyncio
 import math
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,37 +13,44 @@ from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
 
+from sparrow_sglang.benchmarks import device_clock
 from sparrow_sglang.benchmarks.common import (
     MODELS,
+    NGRAM,
     RESERVED,
-    STOCK,
     Side,
-    add_draft_options,
     add_engine_arguments,
     add_row,
+    add_side_options,
     begin,
     bench_parser,
     engine_settings,
-    in_fresh_process,
     known_models,
+    measure_sides,
     read_result,
     require_cuda,
     running,
-    set_acceptance_rate,
+    set_rates,
+    sides_of,
 )
-from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
+from sparrow_sglang.benchmarks.prompts import prompt_messages
+from sparrow_sglang.benchmarks.rounds import Rates, measured_rounds
+from sparrow_sglang.calibration.prompts import read_prompts, tokenizer_of
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import at_least, count
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, path_problem
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
-from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.schedules.names import load_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import DRAFTS, PAGE_SIZE
 
 GROUP = 8
 """Sequences that share one prompt."""
+MOST_SETS = 5
+"""Rollouts of one size with real weights, whose prompts differ."""
+TRACED = 64
+"""Tokens of the traced steps."""
 SIGMA = 0.8
 """Standard deviation of the logarithm of lengths: those of a reasoning model span an order of
 magnitude."""
@@ -52,16 +58,18 @@ magnitude."""
 STREAM_INTERVAL = 16
 
 DESCRIPTION = """\
-Replay a rollout in stock SGLang, sparse and dense: all sequences start together and each generates
-exactly as many tokens as its length says, until the last one is done. Reports seconds to the first
-token and to the last one, tokens/s, and when each sequence ended.
-Weights are random (nothing is downloaded) unless --model-path names a model.
+Measure rollouts in stock SGLang, dense and sparse: seconds to the first token and to the last one,
+tokens/s, and when each sequence ended. Compare with the faster of stock's sides.
+Random weights (nothing is downloaded) replay lengths: all sequences start together, and each
+generates exactly as many tokens as its length. With --model-path a model answers prompts at
+temperature 1 to its own ends; its sides differ in lengths, so compare tokens/s.
 """
 EXAMPLES = """\
   sparrow bench rollout                       64 sequences of 8K tokens on average, at most 32K
-  sparrow bench rollout --sequences 128 --mean-tokens 10000 --out rollout.json
-  sparrow bench rollout --drafts 8            lossless decoding
-  sparrow bench rollout --model qwen3-8b --sequences 32
+  sparrow bench rollout --model qwen3-8b --mean-tokens 3072 --max-tokens 8192 --drafts 8
+                                              lossless decoding
+  sparrow bench rollout --model-path M --drafts 8 --sides sparrow stock ngram --sizes 1 16 64
+                                              your model, 8 answers to each prompt
 """
 
 
@@ -79,10 +87,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence: its prompt's token ids, and how many tokens it generates."""
+    """One sequence: its prompt's token ids, and how many tokens it generates; at most, if it
+    `ends` by itself."""
 
     prompt: list[int]
     new_tokens: int
+    ends: bool = False
 
 
 def synthetic_lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
@@ -119,48 +129,49 @@ def request_lengths(options: argparse.Namespace) -> list[int]:
     )
 
 
-def make_requests(lengths: Sequence[int], prompts: Sequence[list[int]]) -> list[Request]:
+def make_requests(
+    lengths: Sequence[int], prompts: Sequence[list[int]], ends: bool = False
+) -> list[Request]:
     """A request per length; each eight consecutive ones share one of `prompts`."""
-    return [Request(prompts[i // GROUP], length) for i, length in enumerate(lengths)]
+    return [Request(prompts[i // GROUP], length, ends) for i, length in enumerate(lengths)]
 
 
 def replay(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
-    """Run all requests together to the last token; return totals and when each request ended. The
+    """Run all requests together to the last token; return totals and when requests ended. The
     prefix cache is flushed first. Raises `RuntimeError` if a request ends at another length."""
     connect(engine).flush_cache(60.0)
 
-    async def together() -> list[tuple[float, float, int]]:
+    async def together() -> list[tuple[float, float, int, int]]:
         start = time.perf_counter()
         return await asyncio.gather(
             *(_follow(engine, *each, start) for each in enumerate(requests))
         )
 
     followed = engine.loop.run_until_complete(together())
-    first_token_s, ended_s, rounds = zip(*followed, strict=True)
-    output_tokens, seconds = sum(request.new_tokens for request in requests), max(ended_s)
+    first_token_s, finished_s, tokens, rounds = zip(*followed, strict=True)
     return {
         "sequences": len(requests),
         "prompt_tokens": sum(len(request.prompt) for request in requests),
-        "output_tokens": output_tokens,
-        "longest": max(request.new_tokens for request in requests),
+        "output_tokens": sum(tokens),
+        "longest": max(tokens),
         "first_token_median_s": median(first_token_s),
         "first_token_last_s": max(first_token_s),
-        "seconds": seconds,
-        "tokens_per_s": output_tokens / seconds,
-        "tokens_per_round": output_tokens / sum(rounds) if sum(rounds) else None,
-        "ended_s": ended_s,
+        "seconds": max(finished_s),
+        "tokens_per_s": sum(tokens) / max(finished_s),
+        "tokens_per_round": sum(tokens) / sum(rounds) if sum(rounds) else None,
+        "finished_s": sorted(finished_s),
     }
 
 
 async def _follow(
     engine: Any, index: int, request: Request, start: float
-) -> tuple[float, float, int]:
-    """Seconds from `start` to the request's first token, and to its last one; rounds."""
+) -> tuple[float, float, int, int]:
+    """Seconds from `start` to the request's first token, and to its last one; tokens, rounds."""
     parts = await engine.async_generate(
         input_ids=request.prompt,
         sampling_params={
             "max_new_tokens": request.new_tokens,
-            "ignore_eos": True,
+            "ignore_eos": not request.ends,
             "temperature": 1.0,
             "stream_interval": STREAM_INTERVAL,
         },
@@ -170,100 +181,161 @@ async def _follow(
     first_token_s = time.perf_counter() - start
     async for part in parts:
         meta = part["meta_info"]
-    if (tokens := meta["completion_tokens"]) != request.new_tokens:
+    tokens = meta["completion_tokens"]
+    if tokens != request.new_tokens and not request.ends:
         raise RuntimeError(
             f"sequence {index} ended with {tokens} tokens instead of {request.new_tokens}:"
             f" {meta['finish_reason']}"
         )
-    return first_token_s, time.perf_counter() - start, meta.get("spec_verify_ct", 0)
+    return first_token_s, time.perf_counter() - start, tokens, meta.get("spec_verify_ct", 0)
 
 
 def engine_defaults(
     model: Model, side: Side, requests: Sequence[Request], on_gpu: bool
 ) -> dict[str, Any]:
+    """Arguments of an engine that has room for these requests together."""
     arguments = engine_settings(model.path, model.has_weights, side)
     # Each part of a stream has only the tokens since the last part.
     arguments |= {"max_running_requests": len(requests), "incremental_streaming_output": True}
-    if side.drafts:
-        arguments["enable_metrics"] = True
     if on_gpu:
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
     # On a CPU, float32 is the fast path of plain torch. The KV pool has room for all sequences.
     room = sum(len(each.prompt) + each.new_tokens + 2 * PAGE_SIZE for each in requests)
-    return arguments | {"dtype": "float32", "max_total_tokens": room}
+    arguments |= {"dtype": "float32", "max_total_tokens": room}
+    # What SGLang chooses on a CPU depends on the CPU.
+    return {"attention_backend": "torch_native"} | arguments
 
 
-def run_side(model: Model, side: Side, options: Any) -> None:
-    import torch
-
-    requests = make_requests(request_lengths(options), _prompts(model, options))
-    defaults = engine_defaults(model, side, requests, torch.cuda.is_available())
-    arguments = defaults | engine_arguments(options.engine_args)
-    rate = options.acceptance_rate
-    with running(side, arguments, rate, options.always_draft) as (engine, served):
-        replay(engine, make_requests([32] * GROUP, [requests[-1].prompt[::-1]]))
-        before = _drafts_judged() if side.drafts else ()
-        measured = replay(engine, requests)
-        judged = _drafts_judged() if side.drafts else ()
-    row = {"model": model.name, "backend": served, "schedule": side.schedule} | measured
-    if side.drafts:
-        proposed, accepted = (now - then for now, then in zip(judged, before, strict=True))
-        row |= {"drafts": side.drafts, "draft_weights": side.weights}
-        row |= {"always_draft": options.always_draft}
-        row["acceptance_rate"] = accepted / proposed if proposed else None
-    add_row(options.out, row)
-    name = " ".join(filter(None, (served, side.schedule, side.weights)))
-    print(f"{model.name} ({name}): {summary(row)}", flush=True)
-
-
-def _drafts_judged() -> tuple[float, float]:
-    """Drafts whose predecessors were all accepted, and those accepted of them, of all servers that
-    this process has started."""
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.multiprocess import MultiProcessCollector
-
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)
-    samples = [sample for metric in registry.collect() for sample in metric.samples]
-    names = ("sparrow:drafts_total", "sparrow:accepted_drafts_total")
-    proposed, accepted = (sum(one.value for one in samples if one.name == name) for name in names)
-    return proposed, accepted
+def rollouts(model: Model, options: argparse.Namespace) -> list[list[list[Request]]]:
+    """Requests by row of a result: each row is one size, measured with one or several sets."""
+    if not model.has_weights:
+        draw, count = random.Random(options.seed), options.sequences // GROUP
+        vocabulary, tokens = range(model.config["vocab_size"]), options.prompt_tokens
+        prompts = [draw.choices(vocabulary, k=tokens) for _ in range(count)]
+        return [[make_requests(request_lengths(options), prompts)]]
+    prompts = _prompts(model, options)
+    rows = []
+    for size in options.sizes:
+        # A size of 4 is one prompt with four answers.
+        groups = -(-size // GROUP)
+        sets = min(MOST_SETS, max(1, len(prompts) // groups))
+        taken = [
+            [prompts[(i * groups + j) % len(prompts)] for j in range(groups)] for i in range(sets)
+        ]
+        rows.append([make_requests([options.max_tokens] * size, group, True) for group in taken])
+    return rows
 
 
 def _prompts(model: Model, options: argparse.Namespace) -> list[list[int]]:
-    """A prompt for each group: random tokens, or with real weights questions about Python's
-    reference, of up to a quarter more tokens."""
-    tokens, count = options.prompt_tokens, options.sequences // GROUP
-    if not model.has_weights:
-        draw = random.Random(options.seed)
-        return [draw.choices(range(model.config["vocab_size"]), k=tokens) for _ in range(count)]
-    tokenize, room = tokenizer_of(str(model.path)), tokens + tokens // 4
-    questions = builtin_prompts(tokenize, room, tokens, 0, count, "check", options.seed)
-    return [list(prompt.input_ids) for prompt in questions[-count:]]
+    """Token ids of --prompts, or of the prompts of `prompts.py`."""
+    tokenize = tokenizer_of(str(model.path))
+    if options.prompts is None:
+        return [tokenize(messages) for messages in prompt_messages()]
+    read = read_prompts(options.prompts, tokenize, model.config["max_position_embeddings"])
+    return [list(prompt.input_ids) for prompt in read]
+
+
+def run_side(
+    side: Side,
+    options: argparse.Namespace,
+    model: Model,
+    rates: Rates | None,
+    rows: Sequence[Sequence[Sequence[Request]]],
+) -> None:
+    import torch
+
+    largest = max((sets[0] for sets in rows), key=len)
+    arguments = engine_defaults(model, side, largest, torch.cuda.is_available())
+    arguments |= engine_arguments(options.engine_args)
+    round_ = side.rounds[0] if options.always_draft else None
+    with running(side, arguments, rates, round_) as (engine, served):
+        replay(engine, make_requests([32] * GROUP, [largest[-1].prompt[::-1]]))
+        for sets in rows:
+            row = {"model": model.name} | served | _measured(engine, side, sets)
+            if side.rounds:
+                row |= {
+                    "drafts": str(side.rounds[0]),
+                    "draft_weights": side.weights,
+                    "always_draft": options.always_draft,
+                    "assumed_rates": rates and rates._asdict(),
+                }
+            elif side.name != NGRAM:
+                row |= _traced(engine, sets[0])
+            add_row(options.out, row)
+            print(f"{model.name} ({side}): {summary(row)}", flush=True)
+
+
+def _measured(engine: Any, side: Side, sets: Sequence[Sequence[Request]]) -> dict[str, Any]:
+    """The replays of sets one after the other: totals, medians, and each one's `finished_s`."""
+    if side.rounds:
+        from sparrow_sglang.benchmarks.given_rounds import take_counts
+
+        take_counts(engine)
+    replays = [replay(engine, requests) for requests in sets]
+    counts = measured_rounds(take_counts(engine)) if side.rounds else {}
+    if len(replays) == 1:
+        return replays[0] | counts
+    row = {name: [each[name] for each in replays] for name in replays[0]}
+    total = {name: sum(row[name]) for name in ("prompt_tokens", "output_tokens", "seconds")}
+    rounds = [each["output_tokens"] / (each["tokens_per_round"] or 1.0) for each in replays]
+    has_rounds = replays[0]["tokens_per_round"] is not None
+    return (
+        total
+        | {
+            "sequences": len(sets[0]),
+            "sets": len(sets),
+            "longest": max(row["longest"]),
+            "first_token_median_s": median(row["first_token_median_s"]),
+            "first_token_last_s": median(row["first_token_last_s"]),
+            "tokens_per_s": total["output_tokens"] / total["seconds"],
+            "tokens_per_round": total["output_tokens"] / sum(rounds) if has_rounds else None,
+            "finished_s": row["finished_s"],
+        }
+        | counts
+    )
+
+
+def _traced(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
+    """The first steps of a rollout of these requests, by the clocks of host and device."""
+    few = [Request(request.prompt, TRACED) for request in requests]
+    replay(engine, few)
+    times = device_clock.profiled(engine, lambda: replay(engine, few), 1)
+    return {"first_steps": times} if times else {}
 
 
 def summary(row: Mapping[str, Any]) -> str:
     rounds = f", {row['tokens_per_round']:.2f} a round" if row["tokens_per_round"] else ""
-    if row.get("acceptance_rate"):
-        rounds += f", {row['acceptance_rate']:.3f} of the drafts accepted"
+    for name, what in (("acceptance_rate", "drafts"), ("lookup_acceptance", "lookups")):
+        if row.get(name):
+            rounds += f", {row[name]:.3f} of the {what} accepted"
     return (
-        f"first token {row['first_token_median_s']:.2f} s (median),"
+        f"{row['sequences']} sequences, first token {row['first_token_median_s']:.2f} s (median),"
         f" {row['first_token_last_s']:.2f} s (last sequence); last token {row['seconds']:.1f} s;"
         f" {row['tokens_per_s']:,.0f} tokens/s{rounds}"
     )
 
 
-def speed_ups(rows: Sequence[Mapping[str, Any]], mode: str) -> list[str]:
-    """A line for each sparse side: dense over sparse seconds to the first token of all sequences
-    and to the last token. Empty until the dense side is measured."""
-    dense = next((row for row in rows if not row["schedule"]), None)
-    return [
-        f"{row['model']}: {' '.join(filter(None, (mode, row.get('draft_weights'))))} is"
-        f" {dense['first_token_last_s'] / row['first_token_last_s']:.2f}x as fast as dense to the"
-        f" first tokens, {row['tokens_per_s'] / dense['tokens_per_s']:.2f}x to the last one"
-        for row in rows
-        if dense and row["schedule"]
-    ]
+def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each side with a schedule, and for NGRAM: seconds to the first token of all
+    sequences and tokens/s, over those of the fastest dense side of as many sequences. Empty until
+    a dense side is measured."""
+    dense: dict[int, Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: float(row["tokens_per_s"])):
+        if not row["schedule"] and row["side"] != NGRAM:
+            dense[row["sequences"]] = row
+    lines = []
+    for row in rows:
+        base = dense.get(row["sequences"])
+        if base is None or not (row["schedule"] or row["side"] == NGRAM):
+            continue
+        words = (row["side"], row["schedule"], row.get("drafts"), row.get("draft_weights"))
+        lines.append(
+            f"{row['model']}, {row['sequences']} sequences: {' '.join(filter(None, words))} is"
+            f" {base['first_token_last_s'] / row['first_token_last_s']:.2f}x as fast as"
+            f" {base['side']} to the first tokens,"
+            f" {row['tokens_per_s'] / base['tokens_per_s']:.2f}x to the last one"
+        )
+    return lines
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -281,20 +353,38 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--schedule",
-        help="shipped name, .json file or fixed-<tokens> (default: the model's for target 0.86)",
+        help="shipped name, .json file or fixed-<tokens> (default: the model's for target 0.86;"
+        " drafts with --drafts)",
     )
     add(
-        "--dense-backend",
-        default=STOCK,
-        help="attention backend of SGLang to compare with (default: SGLang's own choice;"
-        " torch_native without a GPU)",
+        "--max-tokens",
+        type=count,
+        help="longest answers (default: 32768; with --model-path 1536)",
     )
-    add("--sequences", type=at_least(1, 2**16), default=64, help=f"a multiple of {GROUP}")
-    add("--mean-tokens", type=count, default=8192, help="mean of the log-normal lengths")
-    add("--max-tokens", type=count, default=32768, help="longer lengths are cut off there")
-    add("--prompt-tokens", type=count, default=256, help="tokens per prompt")
-    add("--seed", type=int, default=0, help="seed of prompts and order")
-    add_draft_options(parser, several=False)
+    lengths = parser.add_argument_group("random weights")
+    lengths.add_argument(
+        "--sequences", type=at_least(1, 2**16), default=64, help=f"a multiple of {GROUP}"
+    )
+    lengths.add_argument(
+        "--mean-tokens", type=count, default=8192, help="mean of the log-normal lengths"
+    )
+    lengths.add_argument("--prompt-tokens", type=count, default=256, help="tokens per prompt")
+    lengths.add_argument("--seed", type=int, default=0, help="seed of prompts and order")
+    texts = parser.add_argument_group("with --model-path")
+    texts.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSONL, a prompt, messages or input_ids a line (default: problems and programs)",
+    )
+    texts.add_argument(
+        "--sizes",
+        type=at_least(1, 2**16),
+        nargs="+",
+        default=[1, 16, 64],
+        help=f"requests at once, {GROUP} answers to a prompt",
+    )
+    add_side_options(parser, several=False)
     add(
         "--always-draft",
         action="store_true",
@@ -325,37 +415,43 @@ def _model(options: argparse.Namespace) -> Model:
     return Model(name, path, has_weights, text_config(config), schedule)
 
 
-def _dense_backend(options: argparse.Namespace) -> str:
-    name: str = options.dense_backend
-    if name == BACKEND:
-        raise ValueError(f"--dense-backend {name}: expected a dense backend, such as fa3")
-    from torch.cuda import is_available
-
-    return "torch_native" if name == STOCK and not is_available() else name
+def _check(options: argparse.Namespace) -> Rates | None:
+    """The rates to assume. Raises a `ValueError` that names an option that cannot work."""
+    real = options.model_path is not None
+    unused = ("sequences", "mean_tokens", "prompt_tokens", "seed") if real else ("prompts", "sizes")
+    for name in unused:
+        if (value := getattr(options, name)) != _parser().get_default(name):
+            kind = "random weights" if real else "--model-path"
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected with {kind} only")
+    if options.max_tokens is None:
+        options.max_tokens = 1536 if real else 32768
+    if options.always_draft and options.drafts is None:
+        raise ValueError("--always-draft: expected with --drafts only")
+    if NGRAM in options.sides and not real:
+        raise ValueError(f"--sides {NGRAM}: random weights repeat no text; expected --model-path")
+    if not real:
+        request_lengths(options)
+    return set_rates(options, options.drafts is not None and not real)
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    set_acceptance_rate(options, bool(options.drafts) and options.model_path is None)
-    lengths = request_lengths(options)
-    model, dense_backend = _model(options), _dense_backend(options)
+    rates = _check(options)
+    model = _model(options)
     arguments = engine_arguments(options.engine_args, RESERVED)
+    rows = rollouts(model, options)
     context = arguments.get("context_length") or model.config["max_position_embeddings"]
-    longest = options.prompt_tokens * (5 if model.has_weights else 4) // 4 + max(lengths)
+    each = [request for sets in rows for requests in sets for request in requests]
+    longest = max(len(request.prompt) + request.new_tokens for request in each)
     if longest >= context:
         raise ValueError(
             f"sequences of {longest} tokens do not fit into the model's context of {context}"
         )
     if not model.has_weights:
         require_cuda()
-    begin(options, lengths=lengths)
-    # Sparse first: no time is spent on the dense side if the sparse side refuses the settings.
-    of_drafts = options.draft_weights if options.drafts else [None]
-    sides = [Side(BACKEND, model.schedule, options.drafts, weights) for weights in of_drafts]
-    for side in (*sides, Side(dense_backend)):
-        if not in_fresh_process(run_side, model, side, options):
-            print(f"{model.name} {side.backend}: failed", file=sys.stderr, flush=True)
-            break
-    lines = speed_ups(read_result(options.out)["rows"], "lossless" if options.drafts else "sparse")
-    print(*lines, sep="\n")
-    return 0 if len(lines) == len(sides) else 1
+    begin(options)
+    rounds = [options.drafts] if options.drafts else []
+    sides = sides_of(options, [model.schedule], rounds)
+    ended_well = measure_sides(((side, (options, model, rates, rows)) for side in sides), run_side)
+    print(*speed_ups(read_result(options.out)["rows"]), sep="\n")
+    return int(not ended_well)

@@ -53,7 +53,10 @@ Measure on this machine's NVIDIA GPU. Weights and KV are random, in the shapes o
 
   step      prefill and a decode step of SGLang, dense and sparse, for chosen batches and lengths
   rollout   a replay of a rollout's response lengths until the last sequence ends, sparse and dense;
-            with --model-path your own model, also without a GPU
+            with --model-path your own model's answers, also without a GPU
+  attention a sparse step's attention beside FlashInfer's
+  distill   rollouts with a DistillSparse adapter, merged and as LoRA
+  all       what the documentation quotes, in parts
 
 To measure a server, run SGLang's python -m sglang.bench_serving against it.
 """
@@ -61,14 +64,14 @@ To measure a server, run SGLang's python -m sglang.bench_serving against it.
 BENCH_EPILOG = """\
 examples:
   sparrow bench step --models qwen3-1.7b --cases 16x32768 16x16384 1x32768
-  sparrow bench step --backends sparrow,fa3,flashinfer --schedules fixed-1024
+  sparrow bench step --sides sparrow fa3 flashinfer --schedules fixed-1024
   sparrow bench rollout --sequences 64 --mean-tokens 8192
 
 16x32768 means 16 sequences of 32768 cached tokens each. Each benchmark has a --help.
 """
 
 INSTALL = "pip install sparrow-sglang installs all that it requires"
-BENCHMARKS = ("step", "rollout")
+BENCHMARKS = ("step", "rollout", "attention", "distill", "all")
 # Each is a module of this folder, which is imported only when the command is used.
 COMMANDS = {
     "plan": "predict from the model's shapes what a schedule saves (no GPU needed)",

@@ -31,21 +31,52 @@ def test_what_was_measured_survives_a_side_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run_side(_: Any, model: Any, side: common.Side, options: Any) -> bool:
-        if fails and not side.schedule:
+    """Sides are compared with the faster one of stock."""
+    speeds = {"sparrow": 4.0, "stock": 2.5, "stock-16": 2.0, "ngram": 5.0}
+
+    def run_side(_: Any, side: common.Side, options: Any, model: Any, *rest: Any) -> bool:
+        if fails and side.name == "stock":
             return False
-        row = {"model": model.name, "backend": side.backend, "schedule": side.schedule}
-        row |= {"first_token_last_s": 1.0}
-        common.add_row(options.out, row | {"tokens_per_s": 4.0 if side.schedule else 2.0})
+        row = {"model": model.name, "side": side.name, "schedule": side.schedule, "sequences": 16}
+        row |= {"first_token_last_s": 1.0, "tokens_per_s": speeds[side.name]}
+        common.add_row(options.out, row)
         return True
 
-    monkeypatch.setattr(rollout, "in_fresh_process", run_side)
-    out = tmp_path / "rollout.json"
+    monkeypatch.setattr(common, "in_fresh_process", run_side)
+    out, prompts = tmp_path / "rollout.json", tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input_ids": [3, 4]}\n{"input_ids": [5]}\n')
     words = ["bench", "rollout", "--model-path", tiny_qwen3, "--schedule", "fixed-64"]
-    words += "--sequences 8 --mean-tokens 40 --max-tokens 120 --prompt-tokens 48".split()
-    assert cli.main([*words, "--out", str(out)]) == int(fails)
+    words += ["--sizes", "16", "--prompts", str(prompts), "--sides", *speeds, "--out", str(out)]
+    assert cli.main(words) == int(fails)
     content = json.loads(out.read_text())
     assert content["settings"]["acceptance_rate"] is None  # nothing is assumed of real weights
-    assert [row["backend"] for row in content["rows"]] == ["sparrow", "torch_native"][: 2 - fails]
-    faster = "1.00x as fast as dense to the first tokens, 2.00x to the last one"
-    assert (faster in capsys.readouterr().out) != fails
+    measured = [row["side"] for row in content["rows"]]
+    assert measured == [side for side in speeds if not (fails and side == "stock")]
+    base, times = ("stock-16", ("2.00", "2.50")) if fails else ("stock", ("1.60", "2.00"))
+    printed = capsys.readouterr().out
+    for time in times:
+        assert f"1.00x as fast as {base} to the first tokens, {time}x to the last one" in printed
+
+
+def test_real_weights_answer_other_prompts_in_each_set(tiny_qwen3: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"input_ids": [{i}]}}\n' for i in range(3, 10)))
+    words = ["--model-path", tiny_qwen3, "--prompts", str(prompts), "--sizes", "1", "20"]
+    options = rollout._parser().parse_args([*words, "--max-tokens", "9", "--schedule", "fixed-64"])
+    one, twenty = rollout.rollouts(rollout._model(options), options)
+    assert [[request.prompt for request in each] for each in one] == [[[i]] for i in range(3, 8)]
+    assert [len(each) for each in twenty] == [20, 20]
+    assert [request.prompt[0] for request in twenty[1]] == [6] * 8 + [7] * 8 + [8] * 4
+    assert all(request.ends and request.new_tokens == 9 for request in twenty[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("stock", {}),
+        ("stock-16", {"page_size": 16}),
+        ("fa3", {"page_size": 16, "attention_backend": "fa3"}),
+    ],
+)
+def test_stock_is_what_a_user_has_without_flags(name: str, settings: dict[str, Any]) -> None:
+    assert common.Side(name).settings == settings

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from sparrow_sglang.benchmarks import step
-from sparrow_sglang.benchmarks.common import tokens_per_round
-from sparrow_sglang.benchmarks.step import steps_table, time_steps
+from sparrow_sglang.benchmarks.step import random_prompts, steps_table, time_prefills, time_steps
 
 
 def row(backend: str, step_ms: float, case: str = "2x1000", **fields: Any) -> dict[str, Any]:
@@ -48,21 +47,18 @@ class Engine:
 def test_steps_of_sequences_that_waited_for_each_other_are_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    prompts = random_prompts(3, 1000, 50_000)
     with pytest.raises(RuntimeError, match="3 sequences did not decode together"):
-        time_steps(Engine(monkeypatch, waves=2), 3, 1000, 50_000, repeats=1)
+        time_steps(Engine(monkeypatch, waves=2), prompts, repeats=1)
 
 
 def test_a_step_is_timed_without_prefill_and_prefill_with_an_empty_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measured = time_steps(Engine(monkeypatch), 2, 750, 50_000, repeats=2)
-    assert measured["step_ms"] == 2000 and measured["prefill_s_all"] == [102, 102]
-    assert (measured["batch"], measured["cached_tokens"]) == (2, 1500)
-
-
-def test_tokens_of_a_round_follow_from_the_acceptance_rate() -> None:
-    assert tokens_per_round(4, 1.0) == 5
-    assert tokens_per_round(8, 0.9) == pytest.approx((1 - 0.9**9) / (1 - 0.9))
+    engine, prompts = Engine(monkeypatch), random_prompts(2, 750, 50_000)
+    assert time_prefills(engine, prompts, 0) == {"first_prefill_s": 102}
+    assert time_prefills(engine, prompts, 2)["prefill_s_all"] == [102, 102]
+    assert time_steps(engine, prompts, 2)["step_ms"] == 2000
 
 
 def test_sparse_rows_are_compared_with_the_fastest_dense_row_of_model_and_case() -> None:
@@ -80,3 +76,20 @@ def test_sparse_rows_are_compared_with_the_fastest_dense_row_of_model_and_case()
         ["8.00", "fixed-512", "4.00", "2.00x"],
         ["8.00", "fixed-1024", "2.00", "4.00x"],
     ]
+
+
+def test_rounds_are_compared_by_the_tokens_that_the_rates_give_and_by_both_clocks() -> None:
+    rounds = row("sparrow", 2.0, schedule="drafts", drafts=1, lookups=1, round_ms=4.0)
+    rounds |= {"lookup_acceptance": 0.5, "side": "sparrow", "page_size": 16, "device_ms": 3.5}
+    stock = row("fa3", 8.0, side="stock", page_size=1, device_ms=7.25)
+    speeds, _, clocks = steps_table([stock, row("fa3", 9.0), rounds]).split("\n\n")
+    # 8 ms a token against 1 + 0.9 + 0.9 * 0.5 tokens of 4 ms.
+    assert speeds.splitlines()[1].split()[4:] == ["1+1", "4.00", "4.00x", *gains()]
+    assert [line.split()[2:] for line in clocks.splitlines()[1:]] == [
+        ["stock", "1", "8.00", "7.25"],
+        ["sparrow", "16", "1+1", "4.00", "3.50"],
+    ]
+
+
+def gains() -> list[str]:
+    return [f"{2 * (1 + rate * 1.5):.2f}x" for rate in (0.96, 0.94, 0.9, 0.85)]

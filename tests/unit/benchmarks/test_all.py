@@ -1,0 +1,92 @@
+"""`sparrow bench all`: its parts, what it runs, and joining results."""
+
+import json
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparrow_sglang.benchmarks import all as bench_all
+from sparrow_sglang.benchmarks.all import PARTS, Part, limit_s, merged
+from sparrow_sglang.benchmarks.prompts import prompt_messages
+from sparrow_sglang.commands import cli
+
+WHERE = {"device": "H200", "commit": "abc", "packages": {"torch": "2"}, "command": "c"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_is_a_command(name: str) -> None:
+    verb, *words = shlex.split(PARTS[name].words)
+    if verb == "distill":
+        return
+    parsed = import_module(f"sparrow_sglang.benchmarks.{verb}")._parser().parse_args(words)
+    sides = set(PARTS[name].seconds) - {""}
+    assert not sides or {*parsed.sides, "ngram"} >= sides
+    assert limit_s(PARTS[name], list(PARTS[name].seconds)) < 600
+
+
+def test_a_part_runs_chosen_sides_beside_links_to_what_is_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program in place of the command, which writes its arguments and what it finds."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "name = sys.argv[sys.argv.index('--out') + 1]\n"
+        "json.dump([sys.argv[1:], sorted(os.listdir())], open(name, 'w'))\n"
+    )
+    launcher = tmp_path / "python"
+    launcher.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} {program} "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    weights, results = tmp_path / "m15", tmp_path / "results"
+    weights.mkdir()
+    words = ["bench", "all", "--part", "rollout-coder", "--sides", "ngram", "stock"]
+    words += ["--folder", str(results), "--model-path", str(weights)]
+    assert cli.main(words) == 0
+    [file] = results.iterdir()
+    assert file.name == "rollout-coder.stock+ngram.json"
+    ran, found = json.loads(file.read_text())
+    assert ran[:3] == ["rollout", "--model-path", "qwen2.5-coder-1.5b"]
+    assert ran[-3:] == ["--sides", "stock", "ngram"] and "qwen2.5-coder-1.5b" in found
+    assert not any(str(tmp_path) in word for word in ran)
+
+
+def test_a_part_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setitem(PARTS, "attention", Part("attention", {"": 1}))
+    assert cli.main(["bench", "all", "--part", "attention", "--folder", str(tmp_path)]) == 1
+
+
+def result(path: Path, rows: list[int], **fields: Any) -> Path:
+    path.write_text(json.dumps(WHERE | {"rows": rows} | fields))
+    return path
+
+
+def test_results_of_sides_are_joined_if_they_are_of_one_commit(tmp_path: Path) -> None:
+    result(tmp_path / "steps-8b.stock.json", [2])
+    result(tmp_path / "steps-8b.sparrow.json", [1], command="d")
+    result(tmp_path / "sparse-1.7b.json", [9])
+    assert cli.main(["bench", "all", "--merge", "--folder", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sparse-1.7b.json", "steps-8b.json"]
+    joined = json.loads((tmp_path / "steps-8b.json").read_text())
+    assert (joined["rows"], joined["command"]) == ([1, 2], "d; c")
+    # A side that is measured later.
+    result(tmp_path / "steps-8b.stock-16.json", [3])
+    bench_all.merge_all(tmp_path)
+    assert json.loads((tmp_path / "steps-8b.json").read_text())["rows"] == [1, 2, 3]
+    other = result(tmp_path / "b.json", [1], commit="def")
+    with pytest.raises(ValueError, match="b.json: commit is 'def', expected 'abc'"):
+        merged([tmp_path / "steps-8b.json", other])
+
+
+def test_prompts_are_distinct_and_the_same_at_each_call() -> None:
+    texts = [message["content"] for [message] in prompt_messages()]
+    assert len(set(texts)) == 24 and prompt_messages() == prompt_messages()
+    assert not any("{" in text and "def" not in text and "class" not in text for text in texts)
