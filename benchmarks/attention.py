@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     cases = [(case, *batch_and_length(case)) for case in options.cases]
-    models = {
+    shapes = {
         model: ModelShape.from_config(model_config(model)) for model in options.models.split(",")
     }
     require_cuda()
