@@ -205,6 +205,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    """Raises `OSError` if `folder` cannot be written."""
     import torch
     import transformers
 
@@ -219,8 +220,13 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.hf_quantizer = None  # type: ignore[assignment]
     model.config.__dict__.pop("quantization_config", None)
     model.generation_config.update(do_sample=True, temperature=TEMPERATURE)
-    model.save_pretrained(folder)
-    _tokenizer(gguf).save_pretrained(folder)
+    tokenizer = _tokenizer(gguf)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # On a full disk, safetensors and tokenizers raise something else.
+        raise OSError(str(error)) from error
 
 
 def _tokenizer(gguf: Path) -> Any:

@@ -78,8 +78,6 @@ def _check_settings(config: TrainConfig) -> None:
         )
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
-    if problem := argument_problem(config.engine.server_args):
-        raise InputError(f"engine.server_args.{problem}")
     arguments = config.engine.server_args
     quantization = arguments.get("quantization")
     if quantization is not None and arguments.get("load_format") != "flash_rl":
@@ -87,6 +85,8 @@ def _check_settings(config: TrainConfig) -> None:
             f'engine.server_args.quantization={quantization!r}: expected none, or "fp8" with'
             ' load_format="flash_rl": otherwise SGLang does not quantise updated weights again'
         )
+    if problem := argument_problem(config.engine.server_args):
+        raise InputError(f"engine.server_args.{problem}")
     # The variable is read as SGLang reads it, whose processes inherit it.
     untempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
     if untempered and config.rollout.temperature != 1:

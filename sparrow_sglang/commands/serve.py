@@ -1,13 +1,15 @@
-"""`sparrow serve`: SGLang's own launcher with our defaults; every SGLang flag passes through. Flags
-are checked before SGLang is imported, which takes ten seconds."""
+"""`sparrow serve`: SGLang's own launcher with our defaults; every SGLang flag passes through. Our
+flags and the port are checked before SGLang is imported, which takes ten seconds."""
 
 import argparse
 import copy
 import functools
 import os
+import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,7 +31,6 @@ from sparrow_sglang.sglang_compat.arguments import (
     read_model_config,
     resolve,
     resolved,
-    server_flags,
 )
 from sparrow_sglang.sglang_compat.install import import_problem, version_problems
 from sparrow_sglang.validation import nearest_first
@@ -97,7 +98,12 @@ def _serve(argv: Sequence[str]) -> None:
     try:
         # Before the small model is converted, which takes half a minute.
         check_flags(argv)
+        # A file may name another.
+        if not any(word.partition("=")[0] == "--config" for word in argv):
+            host, port = _value(argv, "--host"), _value(argv, "--port")
+            require_free_port(host or "127.0.0.1", port or 30000)
         server_args = parse_server_args(with_defaults(argv))
+        require_free_port(server_args.host, server_args.port)
     except (ValueError, RuntimeError, OSError) as error:
         raise InputError(str(error)) from error
     from sglang.launch_server import run_server
@@ -166,27 +172,39 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Raise `InputError` without a usable SGLang, on an unknown flag, one without its number, or a
-    value of ours that is not allowed."""
+    """Raise `InputError` without a usable SGLang, and on wrong flags and values of ours."""
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
             raise InputError(problem)
-    own = {f"--{name.replace('_', '-')}": field.kind for name, field in FIELDS.items()}
-    known = server_flags() | {flag: float if kind is float else None for flag, kind in own.items()}
-    parser = _OneLineParser(prog="sparrow serve", add_help=False)
-    for flag, kind in (known | dict.fromkeys(("--config", "--help"))).items():
-        parser.add_argument(flag, type=kind, nargs=None if kind else "*")
-    for word in parser.parse_known_args(arguments)[1]:
-        if word.startswith("--"):
-            near = nearest_first(word.partition("=")[0], known, cutoff=0.6)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise InputError(f"unrecognized arguments: {word}{hint}; {_ALL_FLAGS}")
+    own = [f"--{name.replace('_', '-')}" for name in FIELDS]
+    for word in arguments:
+        flag = word.partition("=")[0]
+        # SGLang's parser accepts the beginning of a flag.
+        if flag.startswith("--sparrow") and not any(name.startswith(flag) for name in own):
+            raise _unrecognized(word, own)
     weights = _value(arguments, _WEIGHTS_FLAG) or AUTO
     if weights not in DRAFT_WEIGHTS:
         raise InputError(f"{_WEIGHTS_FLAG} {weights}: expected {', '.join(DRAFT_WEIGHTS)}")
     rate = _value(arguments, "--sparrow-audit-rate") or "0"
-    if not 0 <= float(rate) <= 1:
-        raise InputError(f"--sparrow-audit-rate {rate}: expected 0 to 1; 0.01 is a good start")
+    with suppress(ValueError):
+        if 0 <= float(rate) <= 1:
+            return
+    raise InputError(f"--sparrow-audit-rate {rate}: expected 0 to 1; 0.01 is a good start")
+
+
+def require_free_port(host: str, port: str | int) -> None:
+    """Raise `InputError` unless a server can listen there. SGLang tries to only once it has loaded
+    the model, and then takes the answers of another server for its own."""
+    try:
+        if not 1 <= int(port) <= 65535:
+            raise ValueError
+        for family, *_, address in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM):
+            socket.create_server(address[:2], family=family).close()
+    except ValueError:
+        raise InputError(f"--port {port}: expected 1 to 65535") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise InputError(f"--port {port} of --host {host}: {reason}") from None
 
 
 def parse_server_args(arguments: Sequence[str]) -> "ServerArgs":
@@ -233,10 +251,18 @@ def _value(arguments: Sequence[str], *flags: str) -> str | None:
     return last
 
 
+def _unrecognized(words: str, known: Iterable[str]) -> InputError:
+    near = nearest_first(words.split()[0].partition("=")[0], known, cutoff=0.6)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return InputError(f"unrecognized arguments: {words}{hint}; {_ALL_FLAGS}")
+
+
 class _OneLineParser(argparse.ArgumentParser):
     """Reports errors in one line: the usage text of SGLang's hundreds of flags would bury them."""
 
     def error(self, message: str) -> NoReturn:
+        if words := message.partition("unrecognized arguments: ")[2]:
+            raise _unrecognized(words, self._option_string_actions)
         raise InputError(f"{message}; {_ALL_FLAGS}")
 
 

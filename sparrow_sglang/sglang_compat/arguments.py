@@ -1,16 +1,13 @@
 """SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_compat.install` lists."""
 
-import ast
 import copy
 import dataclasses
 import functools
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_type_hints
 
-from sparrow_sglang.sglang_compat.install import SUPPORTED, version_problems
+from sparrow_sglang.sglang_compat.install import SUPPORTED
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -118,61 +115,14 @@ def _set_field(server_args: Any, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(server_args, name, value)
 
 
-@functools.cache
-def _server_source() -> tuple[ast.Module, ...]:
-    """SGLang's modules that define `ServerArgs`, as importing them takes ten seconds. Raises
-    `RuntimeError` if SGLang is not installed, in part, or too old."""
-    for problem in version_problems():
-        raise RuntimeError(problem)
-    package: Any = find_spec("sglang")
-    folder = Path(package.origin).with_name("srt")
-    # From 0.5.20 on there is one class per namespace of the configuration.
-    files = (folder / "server_args.py", *folder.glob("arg_groups/fields/*.py"))
-    return tuple(ast.parse(path.read_text("utf-8")) for path in files)
-
-
-@functools.cache
-def _server_fields() -> dict[str, ast.expr]:
-    first, *others = _server_source()
-    classes = [node for node in first.body if getattr(node, "name", "") == "ServerArgs"]
-    classes += [node for module in others for node in module.body]
-    return {
-        item.target.id: item.annotation
-        for node in classes
-        if isinstance(node, ast.ClassDef)
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
-
-
 def server_arguments() -> dict[str, type | None]:
-    """Names; int or float for those that take one number. Raises as `_server_source`."""
-    return {name: _number_type(annotation) for name, annotation in _server_fields().items()}
+    """Names of the fields of `ServerArgs`; int or float for those that take one number."""
+    from sglang.srt.server_args import ServerArgs
 
-
-def server_flags() -> dict[str, type | None]:
-    """Flags of SGLang's command line; int or float for those that take one number."""
-    texts = (node for module in _server_source() for node in ast.walk(module))
-    flags: dict[str, type | None] = dict.fromkeys(_flags_in(texts))
-    for name, annotation in _server_fields().items():
-        names = ["--" + name.replace("_", "-"), *_flags_in(ast.walk(annotation))]
-        keywords = {key.arg for key in ast.walk(annotation) if isinstance(key, ast.keyword)}
-        parsed = keywords & {"nargs", "type_parser", "action", "choices"}
-        flags |= dict.fromkeys(names, None if parsed else _number_type(annotation))
-    return flags
-
-
-def _flags_in(nodes: Iterable[ast.AST]) -> list[str]:
-    values = (getattr(node, "value", None) for node in nodes if isinstance(node, ast.Constant))
-    return [v for v in values if isinstance(v, str) and re.fullmatch(r"--[a-z][\w-]*", v)]
-
-
-def _number_type(annotation: ast.expr) -> type | None:
-    if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
-        return None
-    kind = ast.unparse(annotation.slice.elts[0])
-    written = re.fullmatch(r"(?:Optional\[)?(int|float)(?:\]| \| None)?", kind)
-    return {"int": int, "float": float}[written[1]] if written else None
+    return {
+        name: next((kind for kind in (int, float) if hint in (kind, kind | None)), None)
+        for name, hint in get_type_hints(ServerArgs).items()
+    }
 
 
 def extend_fields_before_import(fields: Mapping[str, ServerField]) -> None:

@@ -30,7 +30,6 @@ from sampled_answers import SETTINGS, SampledAnswers
 from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.lossless import algorithm
@@ -427,32 +426,6 @@ def test_requests_that_a_round_cannot_honour_are_rejected(
 def test_adapters_are_to_be_merged(lossless: Any, tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match="merge"):
         push_adapter(lossless, "adapter", {"lora_A": torch.zeros(1, 1)}, {"r": 1})
-
-
-@pytest.mark.parametrize(
-    ("field", "arguments"),
-    [
-        (
-            "enable_lora",
-            {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
-        ),
-        ("lora_paths", {"lora_paths": ["adapter=path"]}),
-        ("sparrow_audit_rate", {"sparrow_audit_rate": 0.1}),
-        ("pp_size", {"pp_size": 2}),
-        ("enable_dp_attention", {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}),
-        ("enable_deterministic_inference", {"enable_deterministic_inference": True}),
-        ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
-        ("speculative_eagle_topk", {"speculative_eagle_topk": 4}),
-        ("enable_strict_thinking", {"enable_strict_thinking": True, "reasoning_parser": "qwen3"}),
-        ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
-        ("--speculative-algorithm SPARROW", {"speculative_algorithm": None}),
-    ],
-)
-def test_arguments_that_it_does_not_run_with_are_rejected(
-    make_args: Any, field: str, arguments: dict[str, Any]
-) -> None:
-    with pytest.raises(InputError, match=field):
-        make_args(**DRAFTS | arguments)
 
 
 def test_defaults(make_args: Any) -> None:

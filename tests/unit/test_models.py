@@ -1,8 +1,10 @@
-"""Where the embedded model lies."""
+"""Where the embedded model lies, and what happens where it cannot be written."""
 
+import resource
 from pathlib import Path
 
 import pytest
+import transformers
 
 from sparrow_sglang import models
 
@@ -25,3 +27,23 @@ def test_cache_folder(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert models.cache_dir() == Path(expected)
+
+
+@pytest.mark.parametrize("written", [10**5, 3 * 10**6], ids=["weights", "tokenizer"])
+def test_a_disk_that_fills_is_one_line_and_nothing_is_left(
+    tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """A small model stands in for the converted one; its tokenizer is larger."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama)
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model
+    )
+    monkeypatch.setenv("SPARROW_CACHE", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written, before[1]))
+    try:
+        with pytest.raises(models.ModelError, match=r"^cannot write.*large.*: free space [^\n]*$"):
+            models.embedded_model()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]

@@ -2,6 +2,7 @@
 problem names field, value, reason and remedy."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +46,8 @@ _LINEAR_MODELS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+# Fields of a config with a sparse attention that the model was trained with.
+_OWN_SPARSITY = re.compile(r"sparse_(config|attention|attn)|^index_topk$")
 
 
 class _Refusal(NamedTuple):
@@ -223,9 +226,9 @@ def _audit_problems(server_args: "ServerArgs") -> list[str]:
 
 def model_problems(model_config: "ModelConfig") -> list[str]:
     """Properties of the model, by its config as SGLang reads it, that the backend cannot serve."""
-    from sglang.srt.configs.model_config import is_minimax_sparse
-
     text = model_config.hf_text_config
+    fields = vars(model_config.hf_config) | vars(text)
+    own_sparsity = [name for name in fields if _OWN_SPARSITY.search(name) and fields[name]]
     kinds = set(map(str, layer_types_of(text)))
     other_kinds = sorted(kinds - {FULL, WINDOW, LINEAR})
     listed = f" (layer_types: {', '.join(other_kinds)})" if other_kinds else ""
@@ -270,7 +273,7 @@ def model_problems(model_config: "ModelConfig") -> list[str]:
         "keys and values of different width": getattr(model_config, "has_asymmetric_kv", False),
         "soft-capped attention scores": bool(getattr(text, "attn_logit_softcapping", None)),
         "dual chunk attention": getattr(text, "dual_chunk_attention_config", None) is not None,
-        "sparse attention of its own": is_minimax_sparse(model_config.hf_config),
+        f"sparse attention of its own ({', '.join(own_sparsity)})": bool(own_sparsity),
     }
     return [
         f"model {model}: {what}; choose another --attention-backend for it"

@@ -123,18 +123,20 @@ def engine_arguments(text: str, reserved: Sequence[str] = ()) -> dict[str, Any]:
         raise ValueError(
             f"--engine-args {text}: expected a JSON object, in quotes, e.g. '{{\"tp_size\": 2}}'"
         )
-    if problem := argument_problem(arguments):
-        raise ValueError(f"--engine-args: {problem}")
     for name in reserved:
         if name in arguments:
             raise ValueError(f"--engine-args {name}: expected none of {', '.join(reserved)}")
+    if problem := argument_problem(arguments):
+        raise ValueError(f"--engine-args: {problem}")
     return arguments
 
 
 def argument_problem(arguments: Mapping[str, Any]) -> str | None:
     """An error message on the first name that `sglang.Engine` does not know, and on the first value
-    that is none where it requires a number."""
-    known = engine_argument_types()
+    that is none where it requires a number. Imports SGLang, if there are arguments."""
+    for problem in version_problems():
+        raise InputError(problem)
+    known = server_arguments() if arguments else {}
     for name, value in arguments.items():
         if name not in known:
             near = " or ".join(map(repr, nearest_first(name, sorted(known), cutoff=0.6)[:3]))
@@ -146,12 +148,6 @@ def argument_problem(arguments: Mapping[str, Any]) -> str | None:
         if kind is not None and value is not None and wrong:
             return f"{name}={value!r}: expected {'a number' if kind is float else 'an integer'}"
     return None
-
-
-def engine_argument_types() -> dict[str, type | None]:
-    """Fields of SGLang's `ServerArgs` and ours; int or float for those that take one number."""
-    ours = {name: float if field.kind is float else None for name, field in FIELDS.items()}
-    return server_arguments() | ours
 
 
 def install() -> None:

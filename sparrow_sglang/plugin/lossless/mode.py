@@ -90,7 +90,7 @@ class Lossless(Mode):
                 f"speculative_num_draft_tokens={tokens}: expected 2 to {MAX_DRAFT_TOKENS}, the"
                 " bonus token included; 9 is the default"
             )
-        return problems
+        return problems + _expert_problems(server_args)
 
     def model_problems(self, model_config: "ModelConfig") -> list[str]:
         text = model_config.hf_text_config
@@ -164,3 +164,19 @@ class Lossless(Mode):
     def measure(self, scheduler: "Scheduler") -> int:
         scheduler.model_worker.measure()
         return 0
+
+
+def _expert_problems(server_args: "ServerArgs") -> list[str]:
+    """SGLang's buffer for the experts of a pass has no rows for the drafts of each request."""
+    requests, tokens, chunk = (
+        getattr(server_args, name)
+        for name in ("max_running_requests", "speculative_num_draft_tokens", "chunked_prefill_size")
+    )
+    rows = (requests or 0) * (tokens or 0)
+    if not getattr(server_args, "enable_return_routed_experts", False) or rows <= (chunk or rows):
+        return []
+    return [
+        f"enable_return_routed_experts with chunked_prefill_size={chunk}: a round of {requests}"
+        f" requests has {rows} rows ({tokens} draft tokens each); pass --chunked-prefill-size"
+        f" {rows}, or fewer --max-running-requests"
+    ]

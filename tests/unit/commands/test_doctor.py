@@ -99,7 +99,8 @@ def test_quantised_weights_require_a_gpu(tiny_llama: str, kind: str) -> None:
         ([], "schedule", "no schedule is shipped for this model"),
         (["--sparrow-schedule", "qwen3-4b"], "schedule", "'qwen3-4b' is not known"),
         (["--sparrow-schedule", "x.json"], "schedule", "x.json (relative to"),
-        (["--prot", "1"], "flags", "did you mean --port"),
+        (["--sparrow-shedule", "1"], "flags", "did you mean --sparrow-schedule"),
+        (["--prot", "1"], "model", "did you mean --port"),
     ],
 )
 def test_doctor_names_what_is_in_the_way(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from ports import free_port
 
 from sparrow_sglang.commands import cli, doctor
 from sparrow_sglang.models import missing_weights, model_problem
@@ -64,7 +65,12 @@ def test_a_config_that_cannot_be_used_is_refused_by_every_command(
     (tmp_path / "run.toml").write_text(
         f"run_dir = '{tmp_path}/run'\nmodel.path = '{tmp_path}'\ntask.name = 'story'\n"
     )
-    for argv in ["serve", *served], ["calibrate", *named], ["train", f"{tmp_path}/run.toml"]:
+    port = str(free_port())
+    for argv in (
+        ["serve", *served, "--port", port],
+        ["calibrate", *named],
+        ["train", f"{tmp_path}/run.toml"],
+    ):
         assert cli.main(argv) == 2
         assert said in capsys.readouterr().err.splitlines()[-1]
 

@@ -56,6 +56,19 @@ QWEN3_NEXT = {
 }
 
 
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+# InfLLM v2 of MiniCPM4, and that of MiniMax M3.
+SPARSE = {"kernel_size": 32, "block_size": 64, "topk": 64, "dense_len": 8192}
+
+
+@pytest.mark.parametrize("field", ["sparse_config", "sparse_attention_config", "use_sparse_attn"])
+def test_a_model_with_a_sparse_attention_of_its_own(make_args, tmp_path, field):
+    (tmp_path / "dense").mkdir()
+    make_args(save_config(tmp_path / "dense", **LLAMA, **{field: None}, decoder_sparse_step=1))
+    with pytest.raises(ValueError, match=rf"sparse attention of its own \({field}\); choose"):
+        make_args(save_config(tmp_path, **LLAMA, **{field: SPARSE}))
+
+
 @pytest.mark.parametrize(
     "config", [DEEPSEEK, GEMMA2, QWEN2_WINDOW, QWEN3_NEXT], ids=lambda config: config["model_type"]
 )
@@ -163,9 +176,8 @@ def test_each_wrong_argument_is_named_with_its_value_and_a_remedy(make_args):
     ("heads", "kv_heads", "ranks", "allowed"), [(9, 3, 2, "1, 3, 9"), (12, 4, 6, "1, 2, 4, 12")]
 )
 def test_heads_that_ranks_cannot_share(make_args, tmp_path, heads, kv_heads, ranks, allowed):
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 72}
-    model = save_config(tmp_path, **config, **shape)
+    model = save_config(tmp_path, **LLAMA, **shape)
     with pytest.raises(ValueError) as error:
         make_args(model, tp_size=ranks)
     assert f"tp_size={ranks}" in str(error.value) and str(error.value).endswith(allowed)

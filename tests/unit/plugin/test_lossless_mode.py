@@ -1,0 +1,140 @@
+"""What lossless decoding refuses, what memory it reserves, and what it says of itself."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sparrow_sglang.attention_backends.gpu_decode import DecodeBuffers
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.lossless.mode import Lossless
+from sparrow_sglang.plugin.scheduler import memory
+from sparrow_sglang.schedules.options import RequestError
+from sparrow_sglang.schedules.schedule import BudgetSchedule
+from sparrow_sglang.sglang_compat.arguments import resolved
+
+DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
+SERVED = {"temperature": 0.7, "top_p": 0.9, "stop": ["a"], "logit_bias": {}, "ignore_eos": True}
+SAMPLING = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "min_new_tokens": 2,
+    "logit_bias": {"5": 1.0},
+    "beam_width": 2,
+    "watermark": {"kind": "green"},
+    "json_schema": "{}",
+    "regex": "a+",
+    "ebnf": "root ::= 'a'",
+    "structural_tag": "{}",
+}
+BESIDE_IT = {
+    "custom_logit_processor": "{}",
+    "lora_id": "a",
+    "return_hidden_states": True,
+    "return_sampling_mask": True,
+    "return_entropy": True,
+}
+
+
+def request(sampling: dict[str, Any], **fields: Any) -> Any:
+    params = SamplingParams()
+    for name, value in sampling.items():
+        setattr(params, name, value)
+    neutral = {name: False if value is True else None for name, value in BESIDE_IT.items()}
+    return SimpleNamespace(sampling_params=params, **neutral | fields)
+
+
+@pytest.mark.parametrize("name", [*SAMPLING, *BESIDE_IT])
+def test_fields_that_a_round_cannot_honour_are_rejected(name: str) -> None:
+    Lossless().require_servable(request(SERVED), None)
+    fields = [{name: each[name]} if name in each else {} for each in (SAMPLING, BESIDE_IT)]
+    if name in SAMPLING and not hasattr(SamplingParams(), name):
+        pytest.skip("this version has no such field")
+    with pytest.raises(RequestError, match=f"^{name}="):
+        Lossless().require_servable(request(fields[0], **fields[1]), None)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        (
+            "enable_lora",
+            {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
+        ),
+        ("lora_paths", {"lora_paths": ["adapter=path"]}),
+        ("sparrow_audit_rate", {"sparrow_audit_rate": 0.1}),
+        ("pp_size", {"pp_size": 2}),
+        ("enable_dp_attention", {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}),
+        ("enable_deterministic_inference", {"enable_deterministic_inference": True}),
+        ("enable_return_hidden_states", {"enable_return_hidden_states": True}),
+        ("speculative_draft_model_path", {"speculative_draft_model_path": "a/b"}),
+        ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
+        ("speculative_eagle_topk", {"speculative_eagle_topk": 4}),
+        ("enable_strict_thinking", {"enable_strict_thinking": True, "reasoning_parser": "qwen3"}),
+        ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
+        ("--speculative-algorithm SPARROW", {"speculative_algorithm": None}),
+    ],
+)
+def test_arguments_that_it_does_not_run_with_are_rejected(
+    make_args: Any, field: str, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match=field):
+        make_args(**DRAFTS | arguments)
+
+
+@pytest.mark.parametrize(("chunk", "fits"), [(64, False), (79, False), (80, True), (-1, False)])
+def test_experts_of_a_round_must_fit_into_the_buffer_of_sglang(
+    make_args: Any, chunk: int, fits: bool
+) -> None:
+    arguments = {"max_running_requests": 16, "chunked_prefill_size": chunk}
+    make_args(**DRAFTS, **arguments)
+    experts = {"enable_return_routed_experts": True}
+    if fits:
+        make_args(**DRAFTS, **arguments, **experts)
+        return
+    with pytest.raises(InputError, match=f"chunked_prefill_size={chunk}: .* 80 rows .*-size 80"):
+        make_args(**DRAFTS, **arguments, **experts)
+
+
+def test_it_says_that_nothing_is_drafted_without_cuda_graphs(make_args: Any) -> None:
+    view = resolved(make_args(**DRAFTS))
+    schedule, config = BudgetSchedule.fixed(512, 16), {"num_hidden_layers": 4}
+    assert "nothing is drafted" in mode_of(view).describe(view, schedule, config)
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
+    on_gpu: Any = SimpleNamespace(device="cuda", cuda_graph_config=graphs, **DRAFTS)
+    assert mode_of(on_gpu).describe(on_gpu, schedule, config).endswith("up to 4 drafts a round")
+    graphs.decode.backend = "disabled"
+    assert "nothing is drafted" in mode_of(on_gpu).describe(on_gpu, schedule, config)
+
+
+def test_the_logits_of_a_round_are_reserved(
+    make_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of fp32 for each token of each request, and as much twice for its probabilities."""
+    requests, tokens = 7, 5
+    model_config = SimpleNamespace(
+        hf_config={}, vocab_size=0, context_len=512, hidden_size=64, dtype=torch.bfloat16
+    )
+    kvc = SimpleNamespace(
+        device="cuda",
+        gpu_id=0,
+        server_args=make_args(max_running_requests=requests, **DRAFTS),
+        model_config=model_config,
+        kv_cache_dtype=torch.bfloat16,
+    )
+    monkeypatch.setattr(memory, "resolve_schedule", lambda *_: None)
+    for name in ("DecodeShape.of_model", "DecodeBuffers.__init__"):
+        monkeypatch.setattr(f"sparrow_sglang.attention_backends.gpu_decode.{name}", lambda *_: None)
+    monkeypatch.setattr(DecodeBuffers, "num_bytes", 0)
+    parallel = SimpleNamespace(attn_dp_size=1, attn_tp_size=1)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    monkeypatch.setattr(memory, "rows_of_graphs", lambda args, count: count)
+    monkeypatch.setattr("sparrow_sglang.attention_backends.gpu_decode.EAGER_ROWS", 10**6)
+    without = memory.reserve_decode_buffers(10**9, kvc, 0.0)
+    model_config.vocab_size = 1000
+    left = memory.reserve_decode_buffers(10**9, kvc, 0.0)
+    assert without - left == 3 * 4 * 1000 * requests * tokens
