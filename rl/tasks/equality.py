@@ -15,7 +15,7 @@ from sparrow_sglang.rl.tasks.expressions import (
     plain_numbers,
     verified,
 )
-from sparrow_sglang.rl.tasks.notation import cleaned, flat, printed
+from sparrow_sglang.rl.tasks.notation import cleaned, flat
 
 MAX_CHARACTERS = 2000
 
@@ -53,27 +53,31 @@ _NUMERAL = re.compile(
 _BETWEEN = re.compile(
     r"[,&<>=]|\\\\|\\(?:le|ge|ne|in|cup|pm)(?![a-z])|\\(?:begin|end) *\{\w+\}|\b(?:or|and)\b"
 )
+_MODULUS = re.compile(r" *\(? *\\?[bp]?mod(?:ulo)?(?![a-z]) *\{?(\w+)\}? *\)?$")
 _TIME = re.compile(r"0?(\d{1,2})(?: ?: ?(\d\d))?(?: (am|pm))?")
 _ROUNDED = re.compile(r"(.*\S) *\\approx *(-?\d+(?:\.\d+)?)")
-_FORM = re.compile(r"\b(?:factori[sz]e|factored|expand(?:ed)?|factor(?! of| by))\b", re.IGNORECASE)
 
 
 @lru_cache(maxsize=4096)
-def equal(expected: str, given: str, question: str = "") -> bool:
-    """What the question shows, or what is left to compute, is an answer only if it is `expected`
-    so."""
+def equal(expected: str, given: str) -> bool:
+    """What is left to compute is an answer only if `expected` is written so."""
     # Expected answers may be whole solutions.
     box = last_box(expected)
     gold, answer = cleaned(box[0] if box else expected), cleaned(given)
     if not gold or not answer or max(len(gold), len(answer)) > MAX_CHARACTERS:
         return False
-    if flat(gold) == flat(answer):
+    if flat(gold) == flat(answer) or _quantities(gold) == _quantities(answer):
         return True
     if rounded := _ROUNDED.fullmatch(answer):
         exact, decimal = rounded.groups()
         if is_rounded(exact.rpartition("=")[2], decimal):
             sides = (exact, decimal) if "." in gold else (exact,)
-            return any(equal(expected, side, question) for side in sides)
+            return any(equal(expected, side) for side in sides)
+    (gold, *modulus), (answer, *given_modulus) = map(_MODULUS.split, (gold, answer))
+    if modulus and given_modulus and modulus != given_modulus:
+        return False
+    if given_modulus:
+        answer = answer.rpartition("=")[2]
     gold, answer = (text.replace(r"\approx", "=") for text in (gold, answer))
     if (time := _TIME.fullmatch(gold)) and (time[3] or time[2] == "00"):
         return _same_time(time, _TIME.fullmatch(answer))
@@ -87,12 +91,12 @@ def equal(expected: str, given: str, question: str = "") -> bool:
         given_digits = other.groups() if other else ()
         return given_digits == one.groups() if one else given_digits[0] == gold.lstrip("0")
     (value, unit), (given_value, given_unit) = _without_unit(gold), _without_unit(answer)
-    if unit and given_unit and unit != given_unit or _is_copied(given_value, question):
+    if unit and given_unit and unit != given_unit:
         return False
     value, given_value = plain_numbers(value), plain_numbers(given_value)
     if not _is_evaluated(value + unit, given_value):
         return False
-    if _verified(value, given_value, bool(_FORM.search(question))):
+    if _verified(value, given_value):
         return True
     # x % is x or x / 100.
     if {unit, given_unit} != {"", "%"}:
@@ -196,13 +200,9 @@ def _without_unit(text: str) -> tuple[str, str]:
     return found[1], "".join(_UNITS.get(name, name) for name in names)
 
 
-def _is_copied(answer: str, question: str) -> bool:
-    """Whether the question shows this answer, which is more than a number."""
-    if not question or not re.search(r"[A-Za-z+*/^!]|(?<=\w) *-", answer):
-        return False
-    symbols = map(re.escape, re.findall(r"\\?[A-Za-z]+|\d+|\S", flat(answer)))
-    shown = printed(cleaned(question))
-    return bool(re.search(rf"(?<![\w.^_]){' ?'.join(symbols)}(?![\w^_]|\.\d)", shown))
+def _quantities(text: str) -> list[tuple[str, str]]:
+    """Numbers and units of such as "1 hour and 30 minutes"."""
+    return list(map(_without_unit, re.split(r"(?<=[A-Za-z])(?:,| and)? (?=\d)", text)))
 
 
 def _is_evaluated(gold: str, answer: str) -> bool:
@@ -234,18 +234,11 @@ def _is_simple(text: str) -> bool:
     )
 
 
-def _verified(gold: str, answer: str, same_form: bool = False) -> bool:
+def _verified(gold: str, answer: str) -> bool:
     brackets = [found.groups() for text in (gold, answer) if (found := _BRACKETS.fullmatch(text))]
     if len(set(brackets)) == 2 or ("matrix" in gold) != ("matrix" in answer):
         return False
     if INEQUALITY.search(gold) and INEQUALITY.search(answer):
         if _symbols(gold) != _symbols(answer):
             return False
-    return verified(_signs(gold), _signs(answer), same_form and not _NUMERAL.fullmatch(gold))
-
-
-def _signs(text: str) -> str:
-    """Both values of an expression with one plus-minus sign, outside of brackets."""
-    if text.count("\\pm") != 1 or re.search(r"[(\[,]", text):
-        return text
-    return ", ".join(text.replace("\\pm", sign) for sign in "+-")
+    return verified(gold, answer)

@@ -21,6 +21,8 @@ _SCIENTIFIC = re.compile(
 )
 _MIXED = re.compile(r"(?<![\d.^_/])(\d+) ?\\frac *\{ *(\d+) *\} *\{ *(\d+) *\}")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline *\{ *(\d+) *\}")
+# Unless it counts the terms of a sum.
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\_])i(?![A-Za-z_])")
 _ERRORS = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -52,6 +54,8 @@ def parsed(text: str) -> tuple[Any, ...]:
     if "binom" in text and max(numbers, default=0) > MAX_BITS:
         # Computed while it is read.
         return ()
+    if not re.search(r"\\(?:sum|prod)", text):
+        text = _IMAGINARY.sub("{I}", text)
     if INEQUALITY.search(text) and (found := _solutions(text)) is not None:
         return (found,)
     try:
@@ -89,29 +93,15 @@ def _is_solved(relation: Any) -> bool:
     )
 
 
-def verified(gold: str, answer: str, same_form: bool = False) -> bool:
-    """Whether the library finds both equal: decimals to 15 places, equations up to a factor, and
-    with `same_form` those with as many terms and factors only."""
-    import sympy
-
+def verified(gold: str, answer: str) -> bool:
+    """Whether the library finds both equal: decimals to 15 places."""
     one, other = parsed(gold), parsed(answer)
-    if not one or not other or same_form and _form(one[0]) != _form(other[0]):
+    if not one or not other:
         return False
-    if isinstance(one[0], sympy.Eq) and isinstance(other[0], sympy.Eq):
-        with suppress(*_ERRORS):
-            ratio = sympy.cancel(_zero_of(one[0]) / _zero_of(other[0]))
-            return bool(ratio.is_number and ratio.is_finite and ratio != 0)
     verdict: bool = library().verify(
         list(one), list(other), float_rounding=15, timeout_seconds=_limit()
     )
     return verdict
-
-
-def _zero_of(equation: Any) -> Any:
-    """The numerator of what the equation says to be zero."""
-    import sympy
-
-    return sympy.fraction(sympy.together(equation.lhs - equation.rhs))[0]
 
 
 def is_rounded(exact: str, decimal: str) -> bool:
@@ -141,10 +131,15 @@ def is_reduced(value: Any) -> bool:
         return False
     if isinstance(value, sympy.Add):
         terms = [_evaluated(term) for term in _operands(value, sympy.Add)]
-        return len(sympy.Add.make_args(sympy.Add(*terms))) >= len(terms)
+        return len(sympy.Add.make_args(sympy.Add(*terms))) >= len(terms) - terms.count(0)
     if isinstance(value, sympy.Mul):
         numbers = [one for one in _operands(value, sympy.Mul) if isinstance(one, sympy.Rational)]
-        return numbers.count(-1) < 2 and sum(abs(number) != 1 for number in numbers) < 2
+        is_product = not value.free_symbols and sum(one.has(sympy.I) for one in value.args) > 1
+        return (
+            numbers.count(-1) < 2
+            and sum(abs(number) != 1 for number in numbers) < 2
+            and not is_product
+        )
     if isinstance(value, sympy.UnevaluatedExpr):
         # The library's percent is an unevaluated 1/100.
         return not value.args[0].is_Integer
@@ -152,7 +147,8 @@ def is_reduced(value: Any) -> bool:
         return True
     simpler = _evaluated(value)
     if isinstance(value, sympy.Pow | sympy.exp):
-        return not simpler.is_Rational or value.exp == -1
+        is_power = value.as_base_exp()[0].has(sympy.I)
+        return not is_power and (not simpler.is_Rational or value.exp == -1)
     return bool(simpler.has(value.func))
 
 
@@ -196,20 +192,6 @@ def _bits(value: Any) -> float:
         if first.is_number and last.is_number and abs(float(last - first)) > MAX_DEGREE**2:
             return float("inf")
     return sum(sizes) if isinstance(value, sympy.Mul) else largest + len(sizes)
-
-
-def _form(value: Any) -> tuple[int, int]:
-    """Numbers of terms and of factors; a sum is one factor."""
-    import sympy
-
-    def factors(one: Any) -> int:
-        if isinstance(one, sympy.Mul):
-            return sum(map(factors, one.args))
-        if isinstance(one, sympy.Pow) and one.exp.is_Integer:
-            return factors(one.base) * abs(int(one.exp))
-        return int(one not in (1, -1))
-
-    return len(sympy.Add.make_args(value)), factors(value)
 
 
 def _limit() -> int | None:

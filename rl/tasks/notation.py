@@ -18,43 +18,34 @@ _WRAPPER = re.compile(
     r"\\(?:(?:text)?color *\{\w+\}"
     r"|text\w*|math(?:rm|bf|it|sf)|[mh]box|operatorname|underline|bm|boldsymbol) *\{([^{}]*)\}"
 )
+_LISTED = re.compile(r",|\b(?:and|or)\b")
 # In this order.
 _SIMPLER = {
     re.compile(pattern): replacement
     for pattern, replacement in {
         r"\\\\ *(?:\[[^\]]*\])?|\\cr(?![a-z])": _ROW,
-        r"\{smallmatrix\}": "{pmatrix}",
         r"\\mathbb *R": r"\\mathbb{R}",
         r"\\left *\\\{ *\\begin\{array\} *\{\w*\}(.*?)\\end\{array\} *\\right *\.": r" \1 ",
         r"\\(?:begin|end)\{(?:cases|aligned?|gathered|split)\}": " ",
         r"\\begin\{array\} *\{[^{}]*\}": r"\\begin{pmatrix}",
         r"\\end\{array\}": r"\\end{pmatrix}",
-        rf"{_ROW} *(?=\\end)": "",
         r"\\(?:[dtcs]|nice)frac(?![a-z])": r"\\frac",
         r"\\frac *(\d) *(\d)": r"\\frac{\1}{\2}",
-        r"\\frac *(\d) *\{": r"\\frac{\1}{",
-        r"\\frac *(\{[^{}]*\}) *(\d)": r"\\frac\1{\2}",
         r"\\([lgn])eq?(?:slant)?(?![a-z])": r"\\\1e",
         r"\\sqrt *(?:(\d{2,})|\(([^()]*)\))": r"\\sqrt{\1\2}",
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
-        r"\\simeq(?![a-z])": r"\\approx",
         r"\\equiv(?![a-z])|(?<!\\)&(?= *=)": "=",
         r"\\(?:lor|vee)(?![a-z])": " or ",
-        r"\\(?:land|wedge)(?![a-z])": " and ",
         r"<=": r"\\le ",
         r">=": r"\\ge ",
-        r"==+": "=",
         r"(?:\^ *(?:\\circ|\{ *\\circ *\})|\\degree) *(?:[CF]\b)?": "",
         r"(?<=\d) ?\^ *\{? *(?:st|nd|rd|th)\b *\}?": "",
         r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|[lL]arge|huge)(?![a-z])": "",
         r"\\! *|\\[()\[\]]|\\?\$": "",
         r"\\varnothing(?![a-z])": r"\\emptyset",
-        r"\\lbrace(?![a-z])": r"\\{",
-        r"\\rbrace(?![a-z])": r"\\}",
         r"\\%": "%",
         r"\*\*": "^",
         r"\\(?:times|cdot|ast)(?![a-z])": "*",
-        r"\\div(?![a-z])": "/",
         r"\{([,:])\}": r"\1",
         r"\\q?quad\b": ",",
         r"\\[,;:> ]": " ",
@@ -84,14 +75,15 @@ def cleaned(text: str) -> str:
     for pattern, replacement in _SIMPLER.items():
         text = pattern.sub(replacement, text)
     text = text.replace(_ROW, r"\\ " if "matrix}" in text else ",")
-    return text.strip(" ,=").removeprefix(r"\approx").rstrip(".").strip()
+    text = text.strip(" ,=").removeprefix(r"\approx").rstrip(".").strip()
+    sides = re.split(r" *(<|>|\\[lg]e(?![a-z])) *", text)
+    if len(sides) > 1 and {*sides[1::2]} <= {">", r"\ge"} and not _LISTED.search(text):
+        text = " ".join(sides[::-1]).replace(">", "<").replace(r"\ge", r"\le")
+    return text
 
 
 def flat(text: str) -> str:
     """The text without differences that change nothing in print."""
-    return re.sub(r"(?<!\d)\s|\s(?!\d)", "", printed(text))
-
-
-def printed(text: str) -> str:
     text = re.sub(r"\\frac\{(\d+|\w)\}\{(\d+|\w)\}", r"\1/\2", text)
-    return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
+    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
+    return re.sub(r"(?<!\d)\s|\s(?!\d)", "", text)
