@@ -26,6 +26,7 @@ from sparrow_sglang.rl.tasks.formats import (
     read_example,
     read_rows,
     value_at,
+    with_one_answer,
 )
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.types import Prompt
@@ -255,13 +256,16 @@ class _File:
 
     def _example(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The fields of a row, None if it is of the other kind."""
-        columns = self._config.columns.items()
-        mapped = {field: value_at(row, field, column) for field, column in columns}
+        columns = self._config.columns
+        mapped = {field: value_at(row, field, column) for field, column in columns.items()}
         fields = {**row, **mapped}
         if self._kind is None:
             return fields
         if mapped and {"prompt", _FIELDS[self._kind][2]} <= fields.keys():
-            name, example = "columns of the settings", fields
+            name, example = (
+                "columns of the settings",
+                with_one_answer(fields, columns.get("answer", "answer")),
+            )
         else:
             name, example = read_example(fields)
         is_code = example.get("tests") is not None

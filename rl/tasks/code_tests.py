@@ -21,7 +21,7 @@ IMPORTS = "\n".join(
     + [f"import {', '.join(_MODULES)}"]
 )
 # Fields that name a judge other than a comparison of outputs.
-_CHECKERS = ("checker", "generated_checker", "special_judge", "spj", "checker_code", "interactor")
+CHECKERS = ("checker", "generated_checker", "special_judge", "spj", "checker_code", "interactor")
 _NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _EXPECTED = "a list of objects with input and output"
 # As LiveCodeBench's checker sets it; and integers of any length.
@@ -47,15 +47,17 @@ def read_tests(example: Mapping[str, Any]) -> dict[str, Any]:
     PRIME), where a function's expected value may be alone in a list. Raises `ValueError`."""
     tests = _decoded(example.get("tests"))
     name, wrapped = example.get("fn_name"), False
+    owners = [example]
     if isinstance(tests, Mapping):
+        owners.append(tests)
         name, wrapped = tests.get("fn_name") or name, True
         tests = _paired(tests)
     if not isinstance(tests, list) or not tests:
         raise ValueError(f"tests={quoted(example.get('tests'))}: expected {_EXPECTED}, not empty")
-    for one in (example, *tests):
+    for one in (*owners, *tests):
         if not isinstance(one, Mapping):
             raise ValueError(f"tests holds {quoted(one)}: expected {_EXPECTED}")
-        for field in _CHECKERS:
+        for field in CHECKERS:
             if one.get(field):
                 raise ValueError(f"{field}={quoted(one[field])}: outputs need this special checker")
     names = {str(each) for each in (name, *map(_function_of, tests)) if each}

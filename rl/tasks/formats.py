@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.tasks.answers import last_box
+from sparrow_sglang.rl.tasks.code_tests import CHECKERS
 
 KINDS = (".jsonl", ".parquet")
 _DATA_SET = re.compile(r"hf:(?P<name>[^:@]+)(:(?P<config>[^:@]+))?(@(?P<split>.+))?")
@@ -26,10 +28,23 @@ _MESSAGES_AS_JSON = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 Message = dict[str, str]
 Example = dict[str, Any]
 _QUESTIONS = ("problem", "question", "Problem", "Question", "question_content")
-_ANSWERS = ("answer", "final_answer", "Answer")
+_ANSWERS = ("answer", "final_answer", "Answer", "answerKey")
 _SOLUTIONS = ("solution", "Solution")
 # Answers that cannot be compared: of NuminaMath, and of pandas where one is missing.
 _NO_ANSWER = ("proof", "notfound", "not found", "n/a", "nan")
+
+# Columns that a prompt or its judgement would lack, and what is read instead.
+_UNREAD = {
+    name: what
+    for what, names in {
+        "text only": "image images",
+        "the whole problem in a column 'prompt'": "body Body context passage table",
+        "a column 'tests' of objects with input and output": (
+            "test_cases test_list unit_tests public_tests private_tests"
+        ),
+    }.items()
+    for name in names.split()
+}
 
 
 def is_hub(path: Path) -> bool:
@@ -117,6 +132,19 @@ def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
     """The format of a row and its fields; raises `ValueError` if the row cannot be used."""
     # pandas writes a missing value as NaN, the only value that is not equal to itself.
     row = {name: value if value == value else None for name, value in row.items()}
+    layout, example = _by_layout(row)
+    has_tests = example.get("tests") is not None
+    given = ["'prompt'"] * (row.get("prompt") is not None) + ["'tests'"] * has_tests
+    for name, what in _UNREAD.items():
+        if row.get(name) and not any(field in what for field in given):
+            raise ValueError(f"{name}={quoted(row[name])}: is not read; expected {what}")
+    if not has_tests:
+        column = next((name for name in _ANSWERS if name in row), "reward_model.ground_truth")
+        example = _with_choices(row, with_one_answer(example, column))
+    return layout, example | {name: row[name] for name in CHECKERS if row.get(name)}
+
+
+def _by_layout(row: Mapping[str, Any]) -> tuple[str, Example]:
     if isinstance(row.get("reward_model"), Mapping):
         return "verl (reward_model)", _of_verl(row)
     if "public_test_cases" in row:
@@ -135,21 +163,14 @@ def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
 
 
 def _of_verl(row: Mapping[str, Any]) -> Example:
-    truth = row["reward_model"].get("ground_truth")
-    example = _by_field(row)
+    truth = decoded = row["reward_model"].get("ground_truth")
     if isinstance(truth, str) and truth.lstrip().startswith(("{", "[")):
-        try:
+        with suppress(ValueError):
             decoded = json.loads(truth)
-        except ValueError:
-            decoded = None
-        if isinstance(decoded, Mapping) and "inputs" in decoded:
-            return example | {"tests": decoded}
-        if isinstance(decoded, list) and len(decoded) == 1 and isinstance(decoded[0], str):
-            # Skywork-OR1: a list of one answer.
-            truth = decoded[0]
-        elif isinstance(decoded, list) and decoded and isinstance(decoded[0], Mapping):
-            return example | {"tests": decoded}
-    return example | {"answer": truth}
+    first = decoded[0] if isinstance(decoded, list) and decoded else decoded
+    if isinstance(first, Mapping) or str(row.get("ability")).startswith("cod"):
+        return _by_field(row) | {"tests": decoded}
+    return _by_field(row) | {"answer": truth}
 
 
 def _of_livecodebench(row: Mapping[str, Any]) -> Example:
@@ -187,35 +208,72 @@ class _TextUnpickler(pickle.Unpickler):
 
 
 def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
-    prompt = _with_starter(row)
-    if row.get("tests") is not None:
-        return "problem and tests", _by_field(row) | {"prompt": prompt}
+    example = _by_field(row)
+    if "tests" in example:
+        return "problem and tests", example
     answer, solution = _first(row, _ANSWERS), _first(row, _SOLUTIONS)
     if isinstance(answer, str) and "####" in answer:
         answer = answer.rpartition("####")[2].strip()
-        return "GSM8K (question, answer after ####)", {"prompt": prompt, "answer": answer}
+        return "GSM8K (question, answer after ####)", example | {"answer": answer}
     if answer is None and isinstance(solution, str):
         box = last_box(solution)
         if box is None or not box[0].strip():
             raise ValueError("the solution has no box: expected one with the answer")
-        return "problem and solution with a box", {"prompt": prompt, "answer": box[0]}
+        return "problem and solution with a box", example | {"answer": box[0]}
     if isinstance(answer, str) and answer.strip().lower() in _NO_ANSWER:
         raise ValueError(f"answer={quoted(answer)} cannot be compared")
-    return "problem and answer", {"prompt": prompt, "answer": answer}
+    return "problem and answer", example | {"answer": answer}
 
 
 def _by_field(row: Mapping[str, Any]) -> Example:
-    names = ("prompt", "id", "answer", "tests", "fn_name", "tolerance")
-    example = {name: row[name] for name in names if row.get(name) is not None}
-    checkers = {name: value for name, value in row.items() if "checker" in name and value}
-    return checkers | example
+    names = ("id", "answer", "tests", "fn_name", "tolerance")
+    fields = {name: row[name] for name in names if row.get(name) is not None}
+    return {"prompt": _with_starter(row)} | fields
 
 
 def _with_starter(row: Mapping[str, Any]) -> Any:
-    question, starter = _first(row, _QUESTIONS), row.get("starter_code")
+    question, starter = _first(row, ("prompt", *_QUESTIONS)), row.get("starter_code")
     if not starter or not isinstance(question, str):
         return question
     return f"{question}\n\nStart from this code:\n```python\n{starter.rstrip()}\n```"
+
+
+def with_one_answer(example: Example, column: str) -> Example:
+    """With an answer that is alone in a list, or in one as JSON, as Skywork-OR1 has it."""
+    answers = example.get("answer")
+    if isinstance(answers, str) and answers.lstrip().startswith('["'):
+        with suppress(ValueError):
+            answers = json.loads(answers)
+    if not isinstance(answers, list):
+        return example
+    if len(answers) != 1:
+        raise ValueError(f"{column}={quoted(answers)}: expected one answer")
+    return example | {"answer": answers[0]}
+
+
+def _with_choices(row: Mapping[str, Any], example: Example) -> Example:
+    """With the choices of MMLU, MMLU-Pro, ARC or MedQA in the prompt, and the right one's label as
+    the answer."""
+    column = next((name for name in ("choices", "options") if row.get(name)), None)
+    if column is None or not isinstance(example["prompt"], str):
+        return example
+    choices, answer = row[column], example.get("answer")
+    if isinstance(choices, Mapping) and {"label", "text"} <= choices.keys():
+        choices = dict(zip(choices["label"], choices["text"], strict=True))
+    elif isinstance(choices, list):
+        choices = dict(zip(ascii_uppercase, choices, strict=False))
+    labels = list(choices) if isinstance(choices, Mapping) else []
+    if type(answer) is int and 0 <= answer < len(labels):
+        answer = labels[answer]
+    elif answer not in labels:
+        answer = next((label for label in labels if choices[label] == answer), None)
+    if answer is None:
+        raise ValueError(
+            f"{column}={quoted(row[column])}: expected a list or labelled texts, and as answer a"
+            " label, a text or an index from 0"
+        )
+    lines = [f"{label}. {text}" for label, text in choices.items()]
+    return example | {"prompt": "\n".join([example["prompt"], *lines]), "answer": answer}
 
 
 def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -32,31 +32,86 @@ def any_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "answer", "name"),
+    ("answer", "choices"),
     [
-        (verl_row("34"), "34", "verl"),
-        (verl_row('["34"]'), "34", "verl"),
-        ({"problem": "2 + 2?", "answer": "34", "difficulty": "3/8"}, "34", "problem and answer"),
+        ({"answer": 1}, {"choices": ["3", "4"]}),
+        ({"answer": "B", "answer_index": 1}, {"options": ["3", "4"]}),
+        ({"answerKey": "B"}, {"choices": {"text": ["3", "4"], "label": ["A", "B"]}}),
+        ({"answer": "4", "answer_idx": "B"}, {"options": {"A": "3", "B": "4"}}),
+    ],
+    ids=["MMLU", "MMLU-Pro", "ARC", "MedQA"],
+)
+def test_choices_are_in_the_prompt_and_the_answer_is_a_letter(
+    answer: dict[str, Any], choices: dict[str, Any], tmp_path: Path
+) -> None:
+    row = {"question": "2 + 2?"} | answer | choices
+    task = load("math", jsonl(tmp_path / "a.jsonl", [row]))
+    assert bytes(task.train[0].input_ids) == b"<user>2 + 2?\nA. 3\nB. 4"
+    assert task.train[0].payload["answer"] == "B"
+
+
+CASES = [{"input": "2", "output": "4"}]
+IN_OUT = {"question": "Double.", "input_output": json.dumps(LINES)}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "reason"),
+    [
+        ("math", {"question": "?", "options": ["A)1", "B)2"], "correct": "B"}, "options=.*label"),
+        ("math", {"question": "?", "choices": ["1", "2"], "answer": 2}, "choices=.*index from 0"),
+        ("math", verl_row('["2", "3"]'), "reward_model.ground_truth=.*expected one answer"),
+        ("math", verl_row(["2", "3"]), "reward_model.ground_truth=.*expected one answer"),
+        ("math", {"question": "?", "final_answer": ["2", "3"]}, "final_answer=.*one answer"),
         (
-            {"problem": "2?", "solution": "...", "answer": "34", "messages": CHAT, "uuid": "x"},
-            "34",
-            "problem and answer",
+            "math",
+            {"prompt": "?", "answer": "print(4)", "test_cases": CASES},
+            "test_cases=.*'tests'",
         ),
+        ("code", {"prompt": "?", "test_list": ["assert f(2) == 4"]}, "test_list=.*'tests'"),
+        ("math", verl_row(json.dumps(ADD)), "no examples for task 'math'"),
+        ("math", verl_row('{"functional": "assert f(2) == 4"}'), "no examples for task 'math'"),
+        ("code", verl_row('{"functional": "assert f(2) == 4"}'), "tests=.*inputs and outputs"),
+        ("math", verl_row("assert f(2) == 4") | {"ability": "code"}, "no examples for task 'math'"),
+        ("math", {"Body": "Two apples.", "Question": "Twice?", "Answer": 4}, "Body=.*'prompt'"),
+        ("math", {"question": "?", "answer": "4", "images": ["a.png"]}, "images=.*text only"),
+        ("code", IN_OUT | {"checker": "def check"}, "checker='def check'.*special checker"),
+        ("code", IN_OUT | {"special_judge": True}, "special_judge=True.*special checker"),
+        ("code", {"prompt": "?", "tests": CASES, "spj": "x"}, "spj='x'.*special checker"),
+        ("code", {"prompt": "?", "tests": LINES | {"checker": "x"}}, "checker='x'.*special"),
         (
-            {"problem": "2?", "solution": r"so \boxed{\frac{1}{2}}.", "source": "aops"},
-            r"\frac{1}{2}",
-            "a box",
+            "code",
+            QUESTION | {"public_test_cases": json.dumps(TESTS), "interactor": "x"},
+            "interactor='x'.*special checker",
         ),
-        ({"question": "2?", "answer": "We add.\n#### 34"}, "34", "GSM8K"),
-        ({"prompt": "2?", "answer": 34}, "34", "prompt and answer"),
     ],
 )
-def test_math_rows_are_read_by_their_columns(
-    row: dict[str, Any], answer: str, name: str, tmp_path: Path
+def test_rows_that_would_be_read_wrongly_are_refused_by_column(
+    name: str, row: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    task = load("math", jsonl(tmp_path / "a.jsonl", [row]))
-    assert [prompt.payload["answer"] for prompt in task.train] == [answer]
-    assert name in task.notes[0] and "1 rows" in task.notes[0]
+    with pytest.raises(InputError, match=reason):
+        load(name, jsonl(tmp_path / "a.jsonl", [row]))
+
+
+def test_a_list_of_answers_is_refused_by_a_column_of_the_settings(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "gold": '["2", "3"]'}])
+    with pytest.raises(InputError, match="gold=.*expected one answer"):
+        load("math", path, columns={"answer": "gold"})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Double.", "tests": CASES},
+        {"problem": "Double.", "tests": CASES},
+        IN_OUT,
+        QUESTION | {"question_content": "Double.", "public_test_cases": json.dumps(TESTS)},
+    ],
+)
+def test_the_prompt_has_the_starter_code(row: dict[str, Any], tmp_path: Path) -> None:
+    row = row | {"starter_code": "def double(n):\n    "}
+    prompt = load("code", jsonl(tmp_path / "a.jsonl", [row])).train[0]
+    text = "Double.\n\nStart from this code:\n```python\ndef double(n):\n```"
+    assert bytes(prompt.input_ids).decode() == f"<user>{text}"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +211,7 @@ def test_a_repeated_prompt_is_never_trained_on_and_held_out(tmp_path: Path) -> N
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     train, heldout = prompts_of(merged := load("math", tmp_path / "a.parquet"))
     assert (len(train), len(heldout), set(train) & set(heldout)) == (36, 4, set())
-    assert "760 that repeat a prompt (merged)" in merged.notes[0]
+    assert "800 rows, verl (reward_model), 760 that repeat a prompt (merged)" in merged.notes[0]
     train, heldout = prompts_of(kept := load("math", tmp_path / "a.parquet", duplicates="keep"))
     assert (len(train), len(heldout), set(train) & set(heldout)) == (720, 4, set())
     assert "760 that repeat a prompt (kept)" in kept.notes[0]

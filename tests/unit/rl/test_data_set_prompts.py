@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from task_files import jsonl, load, verl_row
 
-from sparrow_sglang.rl.tasks import code
-
 QUESTION = "Natalia sold 48 clips in April, and half as many in May. How many altogether?"
 # A page with values of its own, formulas, a box and a program that are not the answer.
 WORKING = (
@@ -54,12 +52,15 @@ MATH_ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("#### {}", "The answer is {}.", "\\boxed{{{}}}"),
     ),
     "Polaris": ({"problem": QUESTION, "answer": "72", "difficulty": "3/8"}, ("\\boxed{{{}}}",)),
-    "OpenR1": ({"problem": QUESTION, "answer": "72", "solution": "..."}, ("\\boxed{{{}}}",)),
+    "OpenR1": (
+        {"problem": QUESTION, "answer": "72", "solution": "...", "messages": chat(QUESTION)},
+        ("\\boxed{{{}}}",),
+    ),
     "NuminaMath-1.5": ({"problem": QUESTION, "answer": "72", "source": "x"}, ("\\boxed{{{}}}",)),
     "MATH-500": ({"problem": QUESTION, "answer": "72", "level": 1}, ("\\boxed{{{}}}",)),
     "NuminaMath-CoT": ({"problem": QUESTION, "solution": "so \\boxed{72}."}, ("\\boxed{{{}}}",)),
     "reasoning-gym": (
-        {"prompt": QUESTION, "answer": "72"},
+        {"prompt": QUESTION, "answer": 72},
         ("<answer>{}</answer>", "<answer>\n{}\n</answer>"),
     ),
 }
@@ -78,35 +79,3 @@ def test_answers_in_the_form_of_the_prompt_are_read_after_a_page_of_working(
             for thinking in ("", f"<think>{WORKING}\\boxed{{5}}</think>"):
                 text = thinking + working + form.format(answer)
                 assert (text, task.reward(prompt, text)) == (text, reward)
-
-
-PROGRAM = "n = int(input())\nprint(2 * n)\n"
-FUNCTION = "def double(n):\n    return 2 * n\n"
-STDIN = '{"inputs": ["2\\n"], "outputs": ["4\\n"]}'
-CALL = '{"inputs": [[2]], "outputs": [4], "fn_name": "double"}'
-TESTS = '[{"input": "2\\n", "output": "4\\n", "testtype": "stdin"}]'
-CODE_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "Skywork-OR1": (verl_row(STDIN), PROGRAM, "```python\n{}```"),
-    "Eurus": (verl_row(STDIN), PROGRAM, "```python\n{}```\nIt doubles."),
-    "LiveCodeBench": (
-        {"question_content": "Double.", "starter_code": "", "public_test_cases": TESTS},
-        PROGRAM,
-        "### Answer: (use the provided format with backticks)\n\n```python\n{}```",
-    ),
-    "TACO": ({"question": "Double.", "input_output": STDIN}, PROGRAM, "```py\n{}```"),
-    "APPS": ({"question": "Double.", "input_output": CALL}, FUNCTION, "```python\n{}```"),
-    "your own": ({"prompt": "Double.", "tests": TESTS}, PROGRAM, "```python\n{}```"),
-}
-
-
-@pytest.mark.parametrize("name", CODE_ROWS)
-def test_programs_in_the_form_of_the_prompt_are_read_after_a_page_of_working(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row, program, form = CODE_ROWS[name]
-    monkeypatch.setattr(code, "check_sandbox", lambda sandbox: None)
-    ran = []
-    monkeypatch.setattr(code, "run_tests", lambda payload, found: ran.append(found) or ["passed"])
-    task = load("code", jsonl(tmp_path / "rows.jsonl", [row]))
-    score = task.reward(task.train[0], WORKING + form.format(program))
-    assert ran == [program] and score["score"] == 1

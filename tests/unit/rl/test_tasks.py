@@ -135,6 +135,16 @@ def test_rendering_opens_the_assistants_turn_and_adds_no_special_token() -> None
     assert render([{"role": "user", "content": "Hi"}]) == tuple(b"Hi>")
 
 
+@pytest.mark.parametrize(("header", "paid"), [(">", 1), ("><think>\n", 0)])
+def test_an_answer_in_a_thinking_that_the_template_opens_is_not_paid(
+    tmp_path: Path, header: str, paid: float
+) -> None:
+    config = TaskConfig(name="math", train_path=jsonl(tmp_path / "data.jsonl", sums(1)))
+    task = load_task(config, ChatRender(Tokenizer(header), enable_thinking=False))
+    assert math.reward(task.train[0], r"I guess \boxed{1}") == paid
+    assert math.reward(task.train[0], r"I guess.</think> \boxed{1}") == 1
+
+
 @pytest.mark.parametrize("header", ["", ">"])
 def test_a_template_that_renders_nothing_is_refused_with_its_row(
     tmp_path: Path, header: str
