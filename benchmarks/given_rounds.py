@@ -16,9 +16,10 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.benchmarks.rounds import Rates, Round, RoundCounts, accepted_at
+from sparrow_sglang.planning.rounds import Plan, widths
 from sparrow_sglang.plugin.lossless import worker
-from sparrow_sglang.plugin.lossless.choice import RoundChoice, widths
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan
+from sparrow_sglang.plugin.lossless.choice import RoundChoice
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 
 
 class Given(NamedTuple):

@@ -16,10 +16,11 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import shortened
 from sparrow_sglang.models import ModelError, missing_tokenizer, missing_weights
 from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.rounds import plans
 from sparrow_sglang.planning.step_time import GPUS
 from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.lossless.mode import captures_decode
-from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
+from sparrow_sglang.plugin.names import BACKEND, LOOKUPS_FIELD, uses_sparrow
 from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
 from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
@@ -224,10 +225,8 @@ def _check_gain(
         return Check("note", "gain", f"not predicted: {error}")
     lengths = [length for length in LENGTHS if length <= model_config.context_len]
     cases = [(batch, length) for batch in BATCHES for length in lengths]
-    drafts = (view.speculative_num_draft_tokens or 1) - 1
-    predicted = predictions(
-        shape, gpu, cases, most_drafts=drafts, drafting=schedule, schedule=schedule
-    )
+    rounds = plans(view.speculative_num_draft_tokens or 1, not getattr(view, LOOKUPS_FIELD))
+    predicted = predictions(shape, gpu, cases, rounds=rounds, drafting=schedule, schedule=schedule)
     if not predicted:
         return Check("note", "gain", f"not predicted for contexts of {model_config.context_len}")
     line = verdict(predicted, "lossless" if mode.is_dense else "sparse")

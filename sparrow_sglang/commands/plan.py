@@ -12,6 +12,7 @@ from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.rounds import Plan, plans
 from sparrow_sglang.planning.step_time import (
     GPUS,
     Acceptance,
@@ -27,6 +28,7 @@ from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule, Schedul
 
 MODEL, GPU = "qwen3-1.7b", "h200"
 ACCEPTANCE = Acceptance(0.93, 0.45)
+ROUNDS = plans(DEFAULT_DRAFTS + 1, looks_up=True)
 BATCHES, LENGTHS = (1, 16, 64), (1024, 8192, 32768)
 NO_GAIN = "no gain, so decode stays dense"
 _LEAST_GAIN = 1.03
@@ -100,14 +102,14 @@ def predictions(
     gpu: str,
     cases: Sequence[tuple[int, int]],
     acceptance: Acceptance = ACCEPTANCE,
-    most_drafts: int = DEFAULT_DRAFTS,
+    rounds: Sequence[Plan] = ROUNDS,
     drafting: BudgetSchedule | None = None,
     schedule: BudgetSchedule | None = None,
 ) -> list[Prediction]:
     """Of those `cases`, batches and lengths, that fit into the GPU's memory."""
     drafting = drafting or BudgetSchedule.drafts()
     return [
-        predict(shape, GPUS[gpu], case, acceptance, most_drafts, drafting, schedule)
+        predict(shape, GPUS[gpu], case, acceptance, rounds, drafting, schedule)
         for case in cases
         if fits(shape, GPUS[gpu], *case)
     ]
@@ -135,7 +137,7 @@ def _table(predicted: Sequence[Prediction], with_sparse: bool) -> str:
     for each in predicted:
         cells = [str(each.batch), f"{each.cached:,}", f"{each.dense_ms:.2f}"]
         cells += [f"{each.lossless_ms:.2f}", f"{each.dense_ms / each.lossless_ms:.2f}x"]
-        cells += [str(each.drafts), str(each.lookups)]
+        cells += [str(each.round.drafts), str(each.round.lookups)]
         if with_sparse:
             cells += [f"{each.sparse_ms:.2f}", f"{each.dense_ms / each.sparse_ms:.2f}x"]
         rows.append(cells)

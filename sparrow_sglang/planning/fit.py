@@ -76,8 +76,9 @@ def _terms(row: Mapping[str, Any], gpu: str, benchmarks: Path) -> np.ndarray:
     schedule = load_schedule(str(path) if path.is_file() else spec, PAGE_SIZE)
     if "round_ms" in row:
         fp8 = sheet.fp8 and row.get("draft_weights") in ("auto", "fp8")
-        drafts = row["drafts"], row.get("lookups", 0)
-        return round_terms(shape, sheet, batch, cached, *drafts, schedule, fp8)
+        drafts = row["drafts"]
+        rows = 1 + drafts + row.get("lookups", 0)
+        return round_terms(shape, sheet, batch, cached, drafts, rows, schedule, fp8)
     schedule = schedule.dense_below(row.get("dense_tokens") or 0)
     return step_terms(shape, sheet, batch, cached, schedule)
 

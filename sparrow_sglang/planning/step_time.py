@@ -3,7 +3,7 @@ of its `step_terms` times the factors in step_times.json, which `planning.fit` c
 measured steps in benchmarks/results."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.rounds import DENSE, Plan, expected_tokens
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 from sparrow_sglang.schedules.selection import landmark_bytes
 
 TERMS = ("matmuls", "kv", "layers", "layer_rows")
 CONSTANTS = "step_times.json"
-MOST_LOOKUPS = 3
-"""Looked-up tokens of a round: with the bonus token, verification multiplies four rows."""
 _ITEMSIZE = 2
 """Bytes of a weight and of a cached number."""
 _USABLE = 0.9
@@ -94,14 +93,14 @@ def round_terms(
     batch: int,
     cached: int,
     drafts: int,
-    lookups: int = 0,
+    rows: int,
     schedule: BudgetSchedule | None = None,
     fp8: bool = False,
 ) -> np.ndarray:
-    """The terms of a round of so many sparse drafts and, behind them, looked-up tokens, all of
-    which a dense pass verifies. Without either, those of a dense step."""
+    """The terms of a round of so many sparse drafts and a dense pass over `rows` tokens of each
+    sequence. Without drafts and with one row, those of a dense step."""
     draft = step_terms(shape, gpu, batch, cached, schedule, fp8=fp8)
-    verification = step_terms(shape, gpu, batch, cached, rows=1 + drafts + lookups)
+    verification = step_terms(shape, gpu, batch, cached, rows=rows)
     return drafts * draft + verification
 
 
@@ -119,16 +118,6 @@ def fits(shape: ModelShape, gpu: Gpu, batch: int, cached: int) -> bool:
     return memory_bytes(shape, gpu, batch, cached) <= _USABLE * gpu.memory
 
 
-def tokens_per_round(
-    drafts: int, lookups: int, acceptance: float, lookup_acceptance: float
-) -> float:
-    """Mean tokens of a round, the bonus token included. Each draft and looked-up token counts if
-    it and all before it are accepted (arXiv 2211.17192)."""
-    sparse = sum(acceptance**i for i in range(drafts + 1))
-    behind = sum(lookup_acceptance**i for i in range(1, lookups + 1))
-    return sparse + acceptance**drafts * behind
-
-
 class Prediction(NamedTuple):
     """Milliseconds of a step of `batch` sequences of `cached` tokens each: of stock SGLang's, of
     lossless decoding for each token of a sequence with its fastest round, and of a sparse one."""
@@ -137,8 +126,7 @@ class Prediction(NamedTuple):
     cached: int
     dense_ms: float
     lossless_ms: float
-    drafts: int
-    lookups: int
+    round: Plan
     sparse_ms: float
 
 
@@ -155,20 +143,20 @@ def predict(
     gpu: Gpu,
     case: tuple[int, int],
     acceptance: Acceptance,
-    most_drafts: int,
+    rounds: Sequence[Plan],
     drafting: BudgetSchedule,
     schedule: BudgetSchedule | None,
 ) -> Prediction:
-    """For `case`, a batch and the cached tokens of each sequence. Rounds have up to `most_drafts`
-    sparse drafts under the schedule `drafting`, with FP8 weights where `gpu` has FP8."""
-    rounds = {
-        (drafts, lookups): milliseconds(
-            round_terms(shape, gpu, *case, drafts, lookups, drafting, gpu.fp8)
+    """For `case`, a batch and the cached tokens of each sequence. Lossless decoding takes the best
+    of `rounds`, among which is a dense step; these draft under the schedule `drafting`, with FP8
+    weights where `gpu` has FP8."""
+    times = {
+        plan: milliseconds(
+            round_terms(shape, gpu, *case, plan.drafts, plan.rows, drafting, gpu.fp8)
         )
-        / tokens_per_round(drafts, lookups, *acceptance)
-        for drafts in range(most_drafts + 1)
-        for lookups in range(MOST_LOOKUPS + 1)
+        / expected_tokens(plan, acceptance.drafts, [acceptance.lookups] * plan.lookups)
+        for plan in rounds
     }
-    best = min(rounds, key=lambda key: rounds[key])
+    best = min(times, key=lambda plan: times[plan])
     sparse = milliseconds(step_terms(shape, gpu, *case, schedule))
-    return Prediction(*case, rounds[0, 0], rounds[best], *best, sparse)
+    return Prediction(*case, times[DENSE], times[best], best, sparse)

@@ -7,8 +7,8 @@ from typing import Any
 
 import landmark_check  # noqa: F401
 
+from sparrow_sglang.planning.rounds import Plan
 from sparrow_sglang.plugin.lossless.choice import RoundChoice
-from sparrow_sglang.plugin.lossless.drafts import Plan
 
 
 def run_scheduler(*arguments: Any, rounds: Sequence[Any] = (), **named: Any) -> Any:

@@ -8,10 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparrow_sglang.plugin.lossless.drafts import DENSE, Plan
+from sparrow_sglang.planning.rounds import DENSE, Plan, expected_tokens, plans
 
-NARROW = 4
-"""Rows of the narrow rounds. At 64 requests 9 rows take twice the time of one."""
 GAIN = 1.03
 """Rounds draft only where tokens per second rise by this factor."""
 PROBE_ROUNDS = 64
@@ -22,31 +20,6 @@ GOOD_ACCEPTANCE, GOOD_LOOKUPS = 0.95, 0.5
 _PRIOR, _PRIOR_LOOKUPS, _PRIOR_DRAFTS = 0.9, 0.45, 16.0
 _WINDOW = 200.0
 """Drafts after which one that was judged counts 1/e."""
-
-
-def widths(most: int) -> list[int]:
-    """Rows that rounds verify, where they are to verify up to `most`."""
-    return sorted({min(NARROW, most), most})
-
-
-def plans(most: int, looks_up: bool) -> list[Plan]:
-    """The rounds that verify up to `most` rows. Where tokens are looked up, they fill the rows that
-    sparse drafts leave, which are computed anyway."""
-    return [DENSE] + [
-        Plan(drafts, (rows - 1 - drafts) * looks_up, rows)
-        for rows in widths(most)
-        for drafts in range(0 if looks_up else 1, rows)
-    ]
-
-
-def expected_tokens(plan: Plan, sparse: float, lookups: Sequence[float]) -> float:
-    """Tokens of a round whose sparse drafts are accepted with probability `sparse` each, and those
-    looked up with `lookups` by their place, if all before them are (arXiv 2211.17192)."""
-    total = reached = 1.0
-    for rate in [sparse] * plan.drafts + list(lookups[: plan.lookups]):
-        reached *= rate
-        total += reached
-    return total
 
 
 class RoundTimes:

@@ -10,25 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sparrow_sglang.planning.rounds import Plan
+
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 MAX_GROUPS = 4096
 """Token i is in group i mod G, with G at most this, and q is restricted to the likeliest token of
 each group. Ids in sequence, such as those of digits, are in different groups."""
-
-
-class Plan(NamedTuple):
-    """A round: sparse steps that each draft a token, then tokens looked up, and how many `rows` of
-    each request the dense pass computes, at least one more than drafts."""
-
-    drafts: int
-    lookups: int
-    rows: int
-
-
-DENSE = Plan(0, 0, 1)
-"""A dense step."""
 
 
 class Outcome(NamedTuple):

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan, distribution, truncates
+from sparrow_sglang.planning.rounds import Plan
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, distribution, truncates
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo

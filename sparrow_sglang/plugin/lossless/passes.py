@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.plugin.lossless.choice import widths
+from sparrow_sglang.planning.rounds import widths
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.names import WEIGHTS_FIELD
 from sparrow_sglang.plugin.scheduler import forward

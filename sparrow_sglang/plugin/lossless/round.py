@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan
+from sparrow_sglang.planning.rounds import Plan
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
 from sparrow_sglang.plugin.lossless.lookups import Histories, Sources
 from sparrow_sglang.plugin.scheduler import forward

@@ -15,8 +15,9 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
+from sparrow_sglang.planning.rounds import Plan
 from sparrow_sglang.plugin.lossless.choice import RoundChoice, RoundTimes
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Plan
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
 from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
 from sparrow_sglang.plugin.lossless.lookups import Histories
 from sparrow_sglang.plugin.lossless.metrics import Drafted, DraftMetrics, Kind

@@ -63,6 +63,7 @@ def test_the_gain_is_that_of_plan(
         tp_size=1,
         quantization=None,
         kv_cache_dtype="auto",
+        sparrow_disable_lookups=False,
     )
     fields = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
     model = SimpleNamespace(hf_config=Qwen3Config(**fields), context_len=40960)

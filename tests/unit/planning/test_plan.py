@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.commands.plan import ACCEPTANCE, add_parser, run
+from sparrow_sglang.commands.plan import ACCEPTANCE, ROUNDS, add_parser, run
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import GPUS, predict
@@ -49,11 +49,11 @@ def test_table_and_headline_are_predictions_of_cases_that_fit(plan: Plan, gpu: s
     assert len(rows(text)) == 8 and "do not fit into memory: 64 x 32,768" in text
     for case, cells in rows(text).items():
         expected = predict(
-            shape, GPUS["h200"], case, ACCEPTANCE, 8, BudgetSchedule.drafts(), schedule
+            shape, GPUS["h200"], case, ACCEPTANCE, ROUNDS, BudgetSchedule.drafts(), schedule
         )
         times = [expected.dense_ms, expected.lossless_ms, expected.sparse_ms]
         assert [cells[0], cells[1], cells[5]] == [f"{ms:.2f}" for ms in times]
-        assert cells[3:5] == [str(expected.drafts), str(expected.lookups)]
+        assert cells[3:5] == [str(count) for count in expected.round[:2]]
         for mode, ms, shown in zip(gains, times[1:], (cells[2], cells[6]), strict=True):
             assert shown == f"{times[0] / ms:.2f}x"
             gains[mode].append((times[0] / ms, case))

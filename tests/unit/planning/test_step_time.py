@@ -16,6 +16,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning import step_time
 from sparrow_sglang.planning.fit import fit, measured_steps
 from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.rounds import DENSE, plans
 from sparrow_sglang.planning.step_time import (
     GPUS,
     Acceptance,
@@ -27,7 +28,6 @@ from sparrow_sglang.planning.step_time import (
     predict,
     round_terms,
     step_terms,
-    tokens_per_round,
 )
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -82,9 +82,8 @@ class TestFit:
             # A slower backend of the same file does not count.
             rows.append(row | {"step_ms": 99.0})
             for drafts, lookups in (8, 0), (0, 3):
-                terms = round_terms(
-                    shape, gpu, batch, cached, drafts, lookups, BudgetSchedule.drafts(), fp8=True
-                )
+                n, schedule = 1 + drafts + lookups, BudgetSchedule.drafts()
+                terms = round_terms(shape, gpu, batch, cached, drafts, n, schedule, fp8=True)
                 row |= {"schedule": "drafts", "draft_weights": "fp8"}
                 row |= {"drafts": drafts, "lookups": lookups, "round_ms": terms @ factors}
                 rows.append(row | {"step_ms": 0.0})
@@ -132,7 +131,7 @@ class TestTerms:
     def test_a_round_is_its_drafts_and_one_pass_over_all_of_them(self) -> None:
         drafting = BudgetSchedule.fixed(64)
         draft = step_terms(TINY, SLOW, 4, 500, drafting, fp8=True)
-        both = round_terms(TINY, SLOW, 4, 500, 3, 2, drafting, fp8=True)
+        both = round_terms(TINY, SLOW, 4, 500, 3, 6, drafting, fp8=True)
         assert both.tolist() == (3 * draft + step_terms(TINY, SLOW, 4, 500, rows=6)).tolist()
 
     def test_memory_holds_weights_their_fp8_copies_and_kv(self) -> None:
@@ -142,15 +141,6 @@ class TestTerms:
 
 
 class TestRounds:
-    @pytest.mark.parametrize(("drafts", "lookups"), [(0, 0), (3, 0), (0, 2), (2, 2)])
-    def test_tokens_of_a_round_by_all_its_outcomes(self, drafts: int, lookups: int) -> None:
-        chances = [0.8] * drafts + [0.3] * lookups
-        expected = 0.0
-        for outcome in itertools.product((True, False), repeat=len(chances)):
-            chance = np.prod([p if hit else 1 - p for p, hit in zip(chances, outcome, strict=True)])
-            expected += float(chance) * (1 + len([*itertools.takewhile(bool, outcome)]))
-        assert tokens_per_round(drafts, lookups, 0.8, 0.3) == pytest.approx(expected)
-
     def test_lossless_decoding_takes_the_fastest_round(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -158,17 +148,17 @@ class TestRounds:
         schedule = BudgetSchedule.fixed(64, dense_layers=())
 
         def best(*acceptance: float, most: int = 3) -> Any:
+            rounds = plans(most + 1, looks_up=True)
             rates = Acceptance(*acceptance)
-            return predict(TINY, SLOW, (1, 4000), rates, most, schedule, schedule)
+            return predict(TINY, SLOW, (1, 4000), rates, rounds, schedule, schedule)
 
-        nothing, lookups, drafts, both = best(0, 0), best(0, 0.5), best(0.9, 0), best(0.9, 0.5)
-        assert (nothing.drafts, nothing.lookups, nothing.lossless_ms) == (0, 0, nothing.dense_ms)
-        assert (lookups.drafts, lookups.lookups) == (0, 3)
+        nothing, lookups, drafts, both = best(0, 0), best(0, 0.5), best(0.9, 0), best(0.9, 0.9)
+        assert nothing.round == DENSE and nothing.lossless_ms == nothing.dense_ms
         # Reading dominates: four rows take as long as one.
+        assert lookups.round == (0, 3, 4)
         assert lookups.lossless_ms == pytest.approx(lookups.dense_ms / (1 + 0.5 + 0.25 + 0.125))
-        assert (drafts.drafts, drafts.lookups) == (3, 0) and (both.drafts, both.lookups) == (3, 3)
-        assert best(0.9, 0, most=1).drafts == 1
-        assert both.lossless_ms < min(drafts.lossless_ms, lookups.lossless_ms)
+        assert drafts.round == (3, 0, 4) and best(0.9, 0, most=1).round == (1, 0, 2)
+        assert both.round == (0, 3, 4) and both.lossless_ms < drafts.lossless_ms
         assert nothing.sparse_ms < nothing.dense_ms
 
 

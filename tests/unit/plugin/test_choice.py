@@ -5,17 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparrow_sglang.planning.rounds import DENSE, NARROW, Plan, expected_tokens, plans
 from sparrow_sglang.plugin.lossless.choice import (
     GAIN,
-    NARROW,
     PROBE_ROUNDS,
     RoundChoice,
     RoundTimes,
     best,
-    expected_tokens,
-    plans,
 )
-from sparrow_sglang.plugin.lossless.drafts import DENSE, Plan
 
 WIDTH = 9
 PLANS = plans(WIDTH, looks_up=True)
