@@ -20,7 +20,8 @@ from servers import start_server
 
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
-FOLDER = Path(__file__).parents[2] / "examples" / "slime"
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
 SLIME = find_spec("slime")
 SCHEDULE = BudgetSchedule.fixed(64)
 PROMPT_TOKENS = 150
@@ -83,7 +84,7 @@ def run(model: str, folder: Path, *arguments: str) -> Run:
     rows = [{"input": words(random_prompt(seed, PROMPT_TOKENS))} for seed in range(32)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [
-        *(sys.executable, str(FOLDER / "rollouts.py"), "--hf-checkpoint", model),
+        *(sys.executable, str(SUPPORT / "slime_loop.py"), "--hf-checkpoint", model),
         *("--prompt-data", str(prompts), "--num-rollout", str(ROLLOUTS)),
         *("--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(GROUP)),
         *("--num-steps-per-rollout", "1", "--rollout-max-response-len", "60"),
@@ -96,7 +97,7 @@ def run(model: str, folder: Path, *arguments: str) -> Run:
         *("--use-tis", "--tis-clip", "2.0", *arguments),
     ]
     checkout = Path(SLIME.origin).parents[1]
-    path = os.pathsep.join(map(str, (FOLDER, FOLDER.parents[1] / "tests" / "support", checkout)))
+    path = os.pathsep.join(map(str, (ROOT / "examples" / "slime", SUPPORT, checkout)))
     unused = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()), "PYTHONPATH": path}
     done = subprocess.run(
         command,

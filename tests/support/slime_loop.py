@@ -1,4 +1,4 @@
-"""slime's own training loop with another trainer than Megatron, to try its rollouts without that.
+"""slime's own training loop with a trainer in place of Megatron, to test its rollouts without that.
 Takes slime's arguments and runs its `train.py`. The trainer takes one optimizer step of policy
 gradient with truncated importance sampling per rollout, on one device, with transformers. It writes
 its batches to `--save-debug-train-data`. Without a GPU, Ray and slime are told of GPUs that do not
@@ -30,15 +30,6 @@ OF_MEGATRON = {
     "pipeline_model_parallel_size": 1,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
-}
-
-# The only values that the trainer below supports.
-SUPPORTED = {
-    "actor_num_nodes": 1,
-    "actor_num_gpus_per_node": 1,
-    "colocate": False,
-    "update_weight_mode": "full",
-    "update_weight_transport": "disk",
 }
 
 
@@ -163,10 +154,6 @@ def main() -> None:
     from slime.utils.arguments import parse_args
 
     args = parse_args()
-    for name, value in SUPPORTED.items():
-        if (actual := getattr(args, name)) != value:
-            flag = name.replace("_", "-")
-            sys.exit(f"--{flag}={actual} is not supported by this trainer: expected {value}")
     gpu = torch.cuda.is_available()
     ray.init(
         num_cpus=None if gpu else 8,
