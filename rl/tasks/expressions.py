@@ -134,12 +134,9 @@ def is_reduced(value: Any) -> bool:
         return len(sympy.Add.make_args(sympy.Add(*terms))) >= len(terms) - terms.count(0)
     if isinstance(value, sympy.Mul):
         numbers = [one for one in _operands(value, sympy.Mul) if isinstance(one, sympy.Rational)]
-        is_product = not value.free_symbols and sum(one.has(sympy.I) for one in value.args) > 1
-        return (
-            numbers.count(-1) < 2
-            and sum(abs(number) != 1 for number in numbers) < 2
-            and not is_product
-        )
+        if not value.free_symbols and sum(one.has(sympy.I) for one in value.args) > 1:
+            return False
+        return numbers.count(-1) < 2 and sum(abs(number) != 1 for number in numbers) < 2
     if isinstance(value, sympy.UnevaluatedExpr):
         # The library's percent is an unevaluated 1/100.
         return not value.args[0].is_Integer

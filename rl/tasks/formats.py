@@ -208,9 +208,10 @@ class _TextUnpickler(pickle.Unpickler):
 
 
 def _of_table(row: Mapping[str, Any]) -> tuple[str, Example]:
-    example = _by_field(row)
-    if "tests" in example:
-        return "problem and tests", example
+    if row.get("tests") is not None:
+        return "problem and tests", _by_field(row)
+    # Without their ids, which not all data sets keep unique.
+    example = {"prompt": _with_starter(row)}
     answer, solution = _first(row, _ANSWERS), _first(row, _SOLUTIONS)
     if isinstance(answer, str) and "####" in answer:
         answer = answer.rpartition("####")[2].strip()
