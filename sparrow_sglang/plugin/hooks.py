@@ -11,11 +11,13 @@ from sparrow_sglang.plugin import scheduler_calls
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.launcher import attach, control_guards, request_hooks
+from sparrow_sglang.plugin.lossless.hooks import WEIGHT_HOOKS
 from sparrow_sglang.plugin.scheduler import (
     adapter_checks,
     exact_acceptance,
     memory,
     scheduler_hooks,
+    weight_checks,
 )
 from sparrow_sglang.sglang_compat.versions import located, resolve_target
 
@@ -30,6 +32,7 @@ _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _POOL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 _POOLS = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_TENSORS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
@@ -75,6 +78,13 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_SCHEDULER}.abort_request", "AROUND", scheduler_hooks.abort_one, "recv_req"),
     ("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "AROUND",
      scheduler_hooks.finish_by_pattern, "new_accepted_len"),
+    (f"{_WEIGHTS}.update_weights_from_disk", "AROUND", weight_checks.guard_update, "recv_req"),
+    (f"{_WEIGHTS}.update_weights_from_tensor", "AROUND", weight_checks.guard_update, "recv_req"),
+    (f"{_WEIGHTS}.update_weights_from_distributed", "AROUND", weight_checks.guard_update,
+     "recv_req"),
+    (f"{_WEIGHTS}.end_weight_update", "AROUND", weight_checks.guard_update, "recv_req"),
+    (f"{_TENSORS}.update_weights_from_tensor", "AROUND", weight_checks.check_tensors,
+     "named_tensors load_format"),
     (f"{_LORA}.validate_new_adapter", "BEFORE", adapter_checks.check_new_adapter, "lora_config"),
     (f"{_ADAPTER}._process_weight", "BEFORE", adapter_checks.check_weight, "name loaded_weight"),
     (f"{_ADAPTER}._normalize_weights", "BEFORE", adapter_checks.check_weights),
@@ -86,7 +96,7 @@ HOOKS = tuple(Hook(*row) for row in (
     # Schedulers: the audit, and exact acceptance rates.
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),
-))
+)) + WEIGHT_HOOKS
 
 CPU_HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.utils.common.support_triton", "REPLACE", fallbacks.no_triton, "backend"),

@@ -34,6 +34,7 @@ from sparrow_sglang.plugin.hooks import (
 )
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.scheduler import adapter_checks
+from sparrow_sglang.plugin.scheduler.checkpoint import Checkpoint
 from sparrow_sglang.plugin.scheduler.exact_acceptance import record_size
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
@@ -136,6 +137,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
         backend.decode_guard,
         record=record_size(runner.server_args, model_config),
         mode=mode,
+        checkpoint=Checkpoint.of_model(model_config),
     )
     return backend
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from sparrow_sglang.attention_backends.budget_table import BudgetTable
     from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
+    from sparrow_sglang.plugin.scheduler.checkpoint import Checkpoint
 
 
 @dataclass
@@ -71,6 +72,8 @@ class SchedulerState:
         record: slots and steps per slot of `exact_acceptance`; None where nothing is recorded.
         compared: of each request of the latest prefill, slot and number of prompt tokens if it is
             compared.
+        checkpoint: what new weights are compared with.
+        updated: names of the weights that the update in progress has brought.
     """
 
     budgets: "BudgetTable"
@@ -78,6 +81,8 @@ class SchedulerState:
     record: tuple[int, int] | None = None
     mode: Mode = field(default_factory=Mode)
     compared: list[tuple[int, int] | None] = field(default_factory=list)
+    checkpoint: "Checkpoint | None" = None
+    updated: set[str] = field(default_factory=set)
 
     def option(self, req: "Req") -> RequestOption:
         """The option of a request, during which the schedule is not switched."""

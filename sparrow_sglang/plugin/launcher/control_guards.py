@@ -7,7 +7,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
-from sparrow_sglang.plugin.scheduler_calls import ControlError, flush, is_idle, requests_blocked
+from sparrow_sglang.plugin.scheduler.weight_checks import CHECK_FOLDER, PARTIAL, REFUSED
+from sparrow_sglang.plugin.scheduler_calls import (
+    ControlError,
+    call_schedulers,
+    flush,
+    is_idle,
+    requests_blocked,
+)
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import ServerState, server_state
 from sparrow_sglang.sglang_compat.versions import weight_update_session
@@ -82,10 +89,13 @@ async def load_weights(call: Call, manager: Any, state: ServerState, request: An
         answer = await weight_update_session(manager, "begin")
         if not answer[0]:
             return answer
-        try:
-            answer = await call()
-        finally:
-            ended = await weight_update_session(manager, "end")
+        # It is not one that a trainer ends.
+        session, state.weight_update = state.weight_update, None
+        async with session or nullcontext():
+            try:
+                answer = await call()
+            finally:
+                ended = await weight_update_session(manager, "end")
         return ended if answer[0] and not ended[0] else answer
 
     if state.weight_update is not None or not hasattr(manager, "begin_weight_update"):
@@ -100,17 +110,32 @@ def _announce_update() -> None:
 
 
 async def _update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    async with _without_scores(state, new_weights=True):
-        problem = await _update_problem(manager, state, request)
-        if problem is None:
+    try:
+        if "weights" in state.released:
+            raise ControlError(
+                'their memory is released; call /resume_memory_occupation with tags ["weights"]'
+            )
+        if hasattr(request, "model_path"):
+            await call_schedulers(manager, CHECK_FOLDER, {"path": request.model_path})
+        async with _without_scores(state, new_weights=True):
+            await _require_no_old_kv(manager, request)
             answer = await call()
             if answer[0] and request.flush_cache:
                 state.has_prefixes = state.has_old_prefixes = False
-            state.has_old_prefixes |= state.has_prefixes
-            return answer
-    failure = False, f"the weights were not updated: {problem}"
-    # The answer to an update from disk has one number more.
-    return (*failure, 0) if hasattr(request, "model_path") else failure
+            if not answer[1].startswith(REFUSED):
+                state.has_old_prefixes |= state.has_prefixes
+    except ControlError as error:
+        answer = False, f"{REFUSED}{error}"
+        # The answer to an update from disk has one number more.
+        return (*answer, 0) if hasattr(request, "model_path") else answer
+    _announce_if_partial(answer)
+    return answer
+
+
+def _announce_if_partial(answer: Any) -> None:
+    _, partial, note = answer[1].partition(PARTIAL)
+    if partial:
+        announce(f"{partial}{note}")
 
 
 @_hook
@@ -132,6 +157,7 @@ async def end_weight_update(call: Call, manager: Any, state: ServerState, reques
     if answer[0] and state.weight_update is not None:
         session, state.weight_update = state.weight_update, None
         await session.aclose()
+        _announce_if_partial(answer)
     return answer
 
 
@@ -169,17 +195,16 @@ def _without_scores(
     return nullcontext() if state.auditor is None else state.auditor.held_back(new_weights)
 
 
-async def _update_problem(manager: Any, state: ServerState, request: Any) -> str | None:
-    if "weights" in state.released:
-        return 'their memory is released; call /resume_memory_occupation with tags ["weights"]'
+async def _require_no_old_kv(manager: Any, request: Any) -> None:
     if not request.flush_cache:
-        return None
+        return
     if request.abort_all_requests:
         manager.abort_request(abort_all=True)
     async with requests_blocked(manager, "a weight update") as wait_s:
         if not await is_idle(manager, wait_s, retracted=True):
-            return "requests hold KV of the old weights; abort them, or pass flush_cache=false"
-    return None
+            raise ControlError(
+                "requests hold KV of the old weights; abort them, or pass flush_cache=false"
+            )
 
 
 def _tags(request: Any) -> set[str]:

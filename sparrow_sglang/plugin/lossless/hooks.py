@@ -57,7 +57,9 @@ def drop_unrequested_logprob(
 
 def expire_draft_weights(_: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook of each call that changes weights, also where it reports a failure."""
-    getattr(updater.tp_worker.model_runner, WEIGHTS_FIELD).stale = True
+    weights = getattr(updater.tp_worker.model_runner, WEIGHTS_FIELD, None)
+    if weights is not None:
+        weights.stale = True
 
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -65,8 +67,11 @@ _CHANGING_WEIGHTS = (
     *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
     *("update_weights_from_ipc", "end_weight_update", "check_weights", "resume_memory_occupation"),
 )
+# In the table of hooks of all modes, as SGLang applies all hooks of a target at once.
+WEIGHT_HOOKS = tuple(
+    Hook(f"{_UPDATER}.{call}", "AFTER", expire_draft_weights) for call in _CHANGING_WEIGHTS
+)
 HOOKS = (
-    *(Hook(f"{_UPDATER}.{call}", "AFTER", expire_draft_weights) for call in _CHANGING_WEIGHTS),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
         "AROUND",

@@ -170,15 +170,22 @@ def _is_ours() -> bool:
     return uses_sparrow(get_server_args())
 
 
+def empty_model(hf_config: Any) -> Any:
+    """transformers' model of this config, without memory for its weights; may raise anything."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf_config)
+
+
 def module_shapes(hf_config: Any) -> dict[str, tuple[int, int]]:
     """[out, in] of a model's linear modules by the names that PEFT gives them. Raises
     `ControlError` if transformers cannot make the model."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+        model = empty_model(hf_config)
     except Exception as error:
         # Configs of SGLang's own, such as that of Qwen3.5, lack what transformers reads.
         raise ControlError(

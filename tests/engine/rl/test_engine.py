@@ -62,12 +62,16 @@ def scaled(model):
     return changed
 
 
-def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model):
+def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, capfd):
     changed = scaled(model)
     try:
+        engine.update_weights(list(changed.state_dict().items())[:20], "half")
+        if hasattr(engine.engine, "end_weight_update"):
+            assert "20 of 39 tensors were updated" in capfd.readouterr().err
         # The prompts are in the prefix cache now, with the old weights' KV.
         engine.generate(PROMPTS, 2, SAMPLING)
         engine.update_weights(changed.state_dict().items(), "7")
+        assert "tensors were updated" not in capfd.readouterr().err
         groups = engine.generate(PROMPTS, 2, SAMPLING)
         assert {r.weight_version for group in groups for r in group.rollouts} == {"7"}
         assert error(changed, groups) < FP32
