@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from engines import (
     flush,
     last_of,
@@ -313,42 +311,6 @@ def load_without_a_session(engine: Any, model: str) -> None:
         assert engine.update_weights_from_tensor(part)[0]
 
 
-def load_from_a_process_group(engine: Any, model: str) -> None:
-    """This process is rank 0 of the group."""
-    from sglang.srt.utils import init_custom_process_group
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    tensors = weights(model)
-
-    def send() -> None:
-        group = init_custom_process_group(
-            backend="gloo",
-            store=dist.PrefixStore("weights", store),
-            world_size=2,
-            rank=0,
-            group_name="weights",
-        )
-        for tensor in tensors.values():
-            dist.broadcast(tensor, group=group, group_src=0)
-        dist.destroy_process_group(group)
-
-    with ThreadPoolExecutor() as pool:
-        sent = pool.submit(send)
-        joined = engine.init_weights_update_group(
-            "127.0.0.1", store.port, 1, 2, "weights", backend="gloo"
-        )
-        assert joined[0]
-        with weight_updates(engine):
-            assert engine.update_weights_from_distributed(
-                list(tensors),
-                [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-                [list(tensor.shape) for tensor in tensors.values()],
-                "weights",
-            )[0]
-        sent.result()
-    assert engine.destroy_weights_update_group("weights")[0]
-
-
 def load_after_a_release(engine: Any, model: str) -> None:
     """As a trainer on the same GPU does."""
     engine.release_memory_occupation()
@@ -382,7 +344,6 @@ def test_arguments_are_resolved_before_plugins_are_loaded(
         load_from_disk,
         load_from_tensors,
         load_without_a_session,
-        load_from_a_process_group,
         load_after_a_release,
     ],
 )

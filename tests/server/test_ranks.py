@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import INT4_SCHEDULE, import_for_fork, random_prompt, save_tiny_model, start_engine
+import torch
+from engines import (
+    INT4_SCHEDULE,
+    import_for_fork,
+    random_prompt,
+    save_tiny_model,
+    start_engine,
+    weight_updates,
+)
 from oracle import ContractModel
 
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
@@ -171,3 +179,26 @@ def test_tensor_parallel_ranks_switch_together(halves: Any) -> None:
     assert get_schedule(halves) == BudgetSchedule.fixed(64)
     assert set_schedule(halves, "fixed-128").name == "fixed-64"
     assert get_schedule(halves).name == "fixed-128"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensors_that_do_not_fit_on_one_rank_are_loaded_by_none(halves: Any, rank: int) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    name = "model.norm.weight"
+    right, wrong = (
+        MultiprocessingSerializer.serialize([(name, torch.linspace(-9, 9, size))])
+        for size in (128, 3)
+    )
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    before = halves.generate(input_ids=PROMPT, sampling_params=sampling)["output_ids"]
+    with weight_updates(halves):
+        for payload, problem in ((b"AAAA", "cannot be read"), (wrong, f"{name} is [3]: expected")):
+            payloads = [right, right]
+            payloads[rank] = payload
+            request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads)
+            call = halves.tokenizer_manager.update_weights_from_tensor(request, None)
+            success, said = halves.loop.run_until_complete(call)
+            assert not success and problem in said
+    assert halves.generate(input_ids=PROMPT, sampling_params=sampling)["output_ids"] == before

@@ -21,7 +21,7 @@ from sparrow_sglang.plugin.scheduler_calls import (
     idle,
     scheduler_rpc,
 )
-from sparrow_sglang.plugin.state import require_server_state
+from sparrow_sglang.plugin.state import ServerState, require_server_state
 from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.sglang_compat.versions import adapter_request
 
@@ -65,18 +65,8 @@ async def load_adapter(
     from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
     state = require_server_state(manager)
-    if problem := state.mode.adapter_problem:
+    if problem := _problem(manager, state, name):
         raise ControlError(problem)
-    if not resolved(manager.server_args).enable_lora:
-        raise ControlError("LoRA is off: start the server with --enable-lora")
-    if manager.server_args.dp_size > 1 and not manager.server_args.enable_dp_attention:
-        raise ControlError(
-            f"dp_size={manager.server_args.dp_size}: expected 1, or --enable-dp-attention"
-        )
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ControlError(
-            f"name={quoted(name)}: expected 1 to 64 letters, digits, '.', '_', '/' and '-'"
-        )
     rank = check_config(config)
     if state.module_shapes is None:
         hf_config = manager.model_config.hf_config
@@ -109,6 +99,19 @@ async def load_adapter(
             raise ControlError(
                 f"SGLang did not take adapter {name!r}{lost}: {loaded.error_message}"
             )
+
+
+def _problem(manager: Any, state: ServerState, name: Any) -> str | None:
+    arguments = manager.server_args
+    if state.mode.adapter_problem:
+        return state.mode.adapter_problem
+    if not resolved(arguments).enable_lora:
+        return "LoRA is off: start the server with --enable-lora"
+    if arguments.dp_size > 1 and not arguments.enable_dp_attention:
+        return f"dp_size={arguments.dp_size}: expected 1, or --enable-dp-attention"
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return f"name={quoted(name)}: expected 1 to 64 letters, digits, '.', '_', '/' and '-'"
+    return None
 
 
 @scheduler_rpc(_ROOM)

@@ -4,7 +4,7 @@ one is checked before the former is unloaded, against the model's shapes, too.""
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -36,25 +36,27 @@ _PLAIN_INIT = (True, False, None, "gaussian", "orthogonal", "eva")
 
 def check_config(config: Any) -> int:
     """The rank; raises `ControlError` on config fields that SGLang would compute wrongly."""
+    for problem in _config_problems(config):
+        raise ControlError(f"config: {problem}")
+    rank: int = config["r"]
+    return rank
+
+
+def _config_problems(config: Any) -> Iterator[str]:
     if not isinstance(config, Mapping):
-        raise ControlError(
-            f"config is a {type(config).__name__}: expected the fields of adapter_config.json"
-        )
+        yield f"a {type(config).__name__}: expected the fields of adapter_config.json"
+        return
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        raise ControlError(f"config: peft_type={quoted(config['peft_type'])}: expected 'LORA'")
+        yield f"peft_type={quoted(config['peft_type'])}: expected 'LORA'"
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ControlError(f"config: r={quoted(rank)}: expected a whole number from 1 on")
+        yield f"r={quoted(rank)}: expected a whole number from 1 on"
     # The comparison is False for NaN, so NaN is refused, too.
     if not (isinstance(alpha, (int, float)) and abs(alpha) <= _MAX_ALPHA):
-        raise ControlError(
-            f"config: lora_alpha={quoted(alpha)}: expected {-_MAX_ALPHA:g} to {_MAX_ALPHA:g}"
-        )
+        yield f"lora_alpha={quoted(alpha)}: expected {-_MAX_ALPHA:g} to {_MAX_ALPHA:g}"
     listed = isinstance(targets, (list, tuple, set)) and all(isinstance(m, str) for m in targets)
     if not listed and targets not in ("all", "all-linear"):
-        raise ControlError(
-            f"config: target_modules={quoted(targets)}: expected a list of strings, or 'all-linear'"
-        )
+        yield f"target_modules={quoted(targets)}: expected a list of strings, or 'all-linear'"
     for key, value in config.items():
         if key == "init_lora_weights":
             unset, fix = value in _PLAIN_INIT, "convert it to plain LoRA when saving it with PEFT"
@@ -62,10 +64,7 @@ def check_config(config: Any) -> int:
             unset = key in _HARMLESS or not value or (key, value) == ("bias", "none")
             fix = "merge the adapter into the weights instead"
         if not unset:
-            raise ControlError(
-                f"config: {cut(str(key))}={quoted(value)}: SGLang would ignore it; {fix}"
-            )
-    return rank
+            yield f"{cut(str(key))}={quoted(value)}: SGLang would ignore it; {fix}"
 
 
 def check_factor(

@@ -1,6 +1,7 @@
 """Names and shapes of the weights with which a server was started, which later ones must have."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from sparrow_sglang.json_values import cut
 from sparrow_sglang.models import stored_shapes
 from sparrow_sglang.plugin.scheduler.adapter_checks import empty_model
 
+_EXPERTS = ".experts."
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 # Some checkpoints have them, and no model loads them: rotary angles, and the layers that predict
 # more than the next token.
@@ -90,8 +92,16 @@ class Checkpoint:
 
     def _experts(self, key: str) -> set[str]:
         """The experts of a layer, which are stored one by one or stacked; SGLang takes both."""
-        layer, experts, _ = key.partition(".experts.")
-        return {each for each in self.whole if experts and each.startswith(layer + experts)}
+        layer, experts, _ = key.partition(_EXPERTS)
+        return self._experts_by_layer[layer] if experts else set()
+
+    @cached_property
+    def _experts_by_layer(self) -> Mapping[str, set[str]]:
+        found: defaultdict[str, set[str]] = defaultdict(set)
+        for key in self.whole:
+            if _EXPERTS in key:
+                found[key.partition(_EXPERTS)[0]].add(key)
+        return found
 
     def note(self, names: Iterable[str]) -> str:
         """What an update with these names leaves as it was; empty if nothing, or if unknown."""
