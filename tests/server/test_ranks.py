@@ -187,16 +187,21 @@ def test_tensors_that_do_not_fit_on_one_rank_are_loaded_by_none(halves: Any, ran
     from sglang.srt.utils import MultiprocessingSerializer
 
     name = "model.norm.weight"
-    right, wrong = (
-        MultiprocessingSerializer.serialize([(name, torch.linspace(-9, 9, size))])
-        for size in (128, 3)
-    )
+
+    def payload(size: int) -> bytes:
+        """Can be read once."""
+        payload: bytes = MultiprocessingSerializer.serialize([(name, torch.linspace(-9, 9, size))])
+        return payload
+
     sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
     before = halves.generate(input_ids=PROMPT, sampling_params=sampling)["output_ids"]
     with weight_updates(halves):
-        for payload, problem in ((b"AAAA", "cannot be read"), (wrong, f"{name} is [3]: expected")):
-            payloads = [right, right]
-            payloads[rank] = payload
+        for bad, problem in (
+            (b"AAAA", "cannot be read"),
+            (payload(3), f"{name} is [3]: expected"),
+        ):
+            payloads = [payload(128), payload(128)]
+            payloads[rank] = bad
             request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads)
             call = halves.tokenizer_manager.update_weights_from_tensor(request, None)
             success, said = halves.loop.run_until_complete(call)
