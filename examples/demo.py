@@ -104,12 +104,12 @@ def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
     from sparrow_sglang.rl.config import TrainConfig
     from sparrow_sglang.rl.runs.log import Clock
     from sparrow_sglang.rl.runs.run import open_run
-    from sparrow_sglang.rl.runs.setup import prepare
+    from sparrow_sglang.rl.runs.setup import check
     from sparrow_sglang.rl.trainer import roll_out, train_step
 
     overrides = [f"engine.server_args.{name}={value}" for name, value in ENGINE.items()]
     config = TrainConfig.load(TRAINING, [f"run_dir={folder}/run", *overrides])
-    with open_run(config, prepare(config), resume=False) as run:
+    with open_run(config, check(config), resume=False) as run:
         engine = run.engine.engine
         set_schedule(engine, SCHEDULE)
         prompt = long_prompt()

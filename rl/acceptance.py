@@ -29,11 +29,9 @@ class Acceptance:
     def of(
         cls, rollouts: Sequence[Rollout], rates: NDArray[np.float64], schedule: BudgetSchedule
     ) -> "Acceptance":
-        """`rates` [N] are those of all segments of `rollouts` under `schedule`, in order."""
+        """`rates` [N] are those of `rollouts` under `schedule`, in order."""
         bins = [
-            token_bins(schedule, len(before), len(sampled))
-            for rollout in rollouts
-            for before, sampled in rollout.split()
+            token_bins(schedule, len(one.prompt_ids), len(one.response_ids)) for one in rollouts
         ]
         owners = np.repeat(np.arange(len(rollouts)), [len(one.logprobs) for one in rollouts])
         return cls(tuple(rollouts), rates, np.concatenate([np.empty(0, np.int64), *bins]), owners)

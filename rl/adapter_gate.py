@@ -33,7 +33,7 @@ def choose_scale(
     measurements at the same scale; returns metrics. Rates are those of the engine's dtype and
     delivery."""
     actors = [partial(adapter.delivered, scale) for scale in SCALES]
-    rates = policy.acceptances(batch.segments, schedule, actors, temperature)
+    rates = policy.acceptances(batch.sequences, schedule, actors, temperature)
     measured = [Acceptance.of(batch.rollouts, np.concatenate(of), schedule) for of in rates]
     counted = measured[0].counted
     if adapter.schedule != schedule.name:

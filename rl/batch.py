@@ -1,7 +1,7 @@
 """Groups and their advantages as flat tensors over the response tokens of a step."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,21 +45,13 @@ class Batch:
         )
 
     @property
-    def segments(self) -> list[TokenSequence]:
-        """For each segment the tokens prefilled densely and those sampled, N in all. The sparse
-        actor's distribution must be computed from segments, by which it sampled."""
-        return [pair for rollout in self.rollouts for pair in rollout.split()]
+    def sequences(self) -> list[TokenSequence]:
+        return [(rollout.prompt_ids, rollout.response_ids) for rollout in self.rollouts]
 
     @property
     def lengths(self) -> list[int]:
         """Response tokens of each rollout."""
         return [len(rollout.logprobs) for rollout in self.rollouts]
-
-    def masking_truncated(self) -> "Batch":
-        """Leaves responses cut at the length limit out of the loss."""
-        whole = torch.tensor([not rollout.truncated for rollout in self.rollouts])
-        tokens = whole.repeat_interleave(torch.tensor(self.lengths))
-        return replace(self, advantages=self.advantages * tokens, in_loss=self.in_loss & whole)
 
     def sample_evenly(self, count: int) -> "Batch":
         """At most `count` rollouts, evenly spread. Retracted ones are excluded: the distribution
@@ -100,5 +92,5 @@ class Batch:
     def sequences_of(self, chosen: torch.Tensor) -> tuple[list[TokenSequence], torch.Tensor]:
         """Sequences of the rollouts `chosen` [S] bool, and the indices of their tokens."""
         tokens = chosen.repeat_interleave(torch.tensor(self.lengths)).nonzero().flatten()
-        rollouts = [self.rollouts[i] for i in chosen.nonzero().flatten().tolist()]
-        return [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts], tokens
+        sequences = self.sequences
+        return [sequences[i] for i in chosen.nonzero().flatten().tolist()], tokens

@@ -110,42 +110,10 @@ class RolloutConfig(Section):
     """Longer prompts are left out of the data."""
     max_new_tokens: PositiveInt = 4096
     """Response length at which sampling stops."""
-    truncated: Literal["keep", "mask", "penalty"] = "keep"
-    """Responses cut off at `max_new_tokens`: "keep" trains on them as rewarded, "mask" leaves them
-    out of the loss (DAPO), "penalty" gives the lowest reward of the group, at most 0."""
-    overlong_tokens: NonNegativeInt = 0
-    """Range before `max_new_tokens` in which reward falls linearly, by `overlong_penalty` at the
-    limit; 0 for none (DAPO: 4096 of 20480; verl overlong_buffer.len)."""
-    overlong_penalty: PositiveFloat = 1.0
-    """Reward lost by a response of `max_new_tokens` tokens, with `overlong_tokens` (DAPO: 1)."""
-    dynamic_sampling: PositiveInt = 1
-    """Groups of equal rewards are replaced by groups of further prompts, up to this many times
-    `prompts_per_step` groups in all; 1 replaces none (DAPO; verl max_num_gen_batches: 10)."""
-    oversubscribe: float = Field(default=1.0, ge=1, le=2)
-    """Groups sampled at the same time, in multiples of `prompts_per_step`. Above 1, a step takes
-    the first `prompts_per_step` finished, and the next one continues the others (partial rollouts:
-    Kimi k1.5, arXiv:2501.12599; APRIL, arXiv:2509.18521; slime --partial-rollout)."""
-    max_staleness: PositiveInt = 4
-    """Partial rollouts: largest age in steps of the weights of a trained token; a step waits for
-    groups that would exceed it in the next (AReaL's guide: max_head_offpolicyness 4)."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Sampling temperature (slime, verl, Sparrow: 1), also of log-probs and acceptance rates."""
     timeout_s: PositiveFloat = 7200.0
     """Seconds without a finished response after which an engine counts as dead."""
-
-    @model_validator(mode="after")
-    def _fields_fit(self) -> Self:
-        if self.oversubscribe > 1 and self.dynamic_sampling > 1:
-            raise ValueError(
-                f"oversubscribe={self.oversubscribe:g} with dynamic_sampling="
-                f"{self.dynamic_sampling}: expected 1 for one of them"
-            )
-        if self.overlong_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"overlong_tokens={self.overlong_tokens}: expected at most max_new_tokens="
-                f"{self.max_new_tokens}"
-            )
-        return self
 
 
 class EvaluationConfig(Section):
@@ -192,43 +160,26 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AlgorithmConfig(Section):
-    """Advantages, correction and loss."""
+    """Advantages, correction and loss: the mean over tokens (DAPO). Groups of equal rewards are not
+    in that mean: they have no policy gradient, their forward and backward passes are saved, and
+    their number does not scale the others' step. In verl they count."""
 
     # Infinity is allowed, as a cap that no ratio reaches.
     model_config = ConfigDict(allow_inf_nan=True)
 
     std_normalisation: bool = True
     """Divide advantages by their group's standard deviation (GRPO; verl, slime, TRL)."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """"token_mean": mean loss over all tokens (DAPO); "sequence_mean": over each response's tokens,
-    then over responses (GRPO, arXiv:2402.03300). Groups of equal rewards are in no mean: they have
-    no policy gradient, their forward and backward passes are saved, and their number does not scale
-    the others' step. In verl they count."""
-    correction: Literal["none", "tis", "mask", "sequence"] = "tis"
-    """How the loss corrects for the sparse actor: "none"; "tis", truncated importance ratios of
-    tokens; "mask", leaving out tokens of too low or too high a ratio; "sequence", the geometric
-    mean of a response's ratios."""
+    correction: Literal["none", "tis"] = "tis"
+    """How the loss corrects for the sparse actor: "none", or "tis", truncated importance ratios of
+    tokens."""
     tis_cap: PositiveFloat = 2.0
     """Upper end of a token's importance ratio under "tis" (slime, verl, SkyRL: 2.0; TRL: 3.0)."""
-    mask_low: float = Field(default=0.5, ge=0, lt=1)
-    """Under "mask", tokens with a ratio below this do not count (verl's IcePop preset: 0.5)."""
-    mask_high: float = Field(default=5.0, gt=1)
-    """Under "mask", tokens with a ratio above this do not count (verl's IcePop preset: 5.0)."""
-    sequence_cap: PositiveFloat = 2.0
-    """Cap of a response's mean ratio under "sequence" (slime mis_upper_bound: 2.0)."""
-    sequence_veto: float = Field(default=1e-4, ge=0, lt=1)
-    """Under "sequence", a response with a token of a lower ratio does not count; 0 for no veto
-    (slime mis_veto_threshold: 1e-4; verl rollout_token_veto_threshold: 1e-4 to 1e-6)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Policy ratios below 1 - clip_low are clipped (Sparrow, slime, DAPO: 0.2)."""
     clip_high: float = Field(default=0.28, gt=0)
     """Policy ratios above 1 + clip_high are clipped (Sparrow, slime, DAPO: 0.28)."""
     dual_clip: float = Field(default=3.0, gt=1)
     """Largest policy ratio that counts at negative advantages (verl clip_ratio_c: 3.0)."""
-    kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the KL divergence from the model at `model.path` (GRPO: 0.04; DAPO, Dr. GRPO: 0),
-    whose weights are then kept in CPU memory. Only tokens of the means of `aggregation` have the
-    term: a step of equal groups leaves the policy as it is."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per rollout batch. With 1, clipping has no effect."""
 
@@ -385,7 +336,8 @@ class CheckpointConfig(Section):
     """Checkpoints of the run."""
 
     every_steps: NonNegativeInt = 10
-    """Steps between checkpoints; 0 writes a checkpoint only at the end."""
+    """Steps between checkpoints; 0 writes a checkpoint only at the end. Until the first of them
+    there is one after the first step, and then every ten minutes."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept, besides that of the best evaluation."""
 
@@ -397,6 +349,24 @@ class LoggingConfig(Section):
     """Groups per step in responses.jsonl, spread evenly; 0 for none."""
     tensorboard: bool = True
     """Write TensorBoard event files to the run's folder."""
+
+
+_REMOVED = {
+    "rollout.oversubscribe": "a step waits for all responses; shorten it by rollout.max_new_tokens",
+    "rollout.max_staleness": "all responses of a step are of one policy",
+    "rollout.dynamic_sampling": "raise rollout.prompts_per_step; equal groups are not in the loss",
+    "rollout.truncated": "truncated responses keep their reward; a reward function receives"
+    " finish_reason",
+    "rollout.overlong_tokens": "lower the reward of long responses in a reward function",
+    "rollout.overlong_penalty": "lower the reward of long responses in a reward function",
+    "algorithm.aggregation": "the loss is the mean over tokens",
+    "algorithm.mask_low": 'set algorithm.correction = "tis", with algorithm.tis_cap',
+    "algorithm.mask_high": 'set algorithm.correction = "tis", with algorithm.tis_cap',
+    "algorithm.sequence_cap": 'set algorithm.correction = "tis", with algorithm.tis_cap',
+    "algorithm.sequence_veto": 'set algorithm.correction = "tis", with algorithm.tis_cap',
+    "algorithm.kl_coefficient": "lower optimizer.lr to stay nearer to the first policy",
+}
+"""What to use in place of settings of earlier versions."""
 
 
 class TrainConfig(Section):
@@ -448,9 +418,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _lossless_rollouts_need_no_correction(self) -> Self:
-        # Responses that are continued after an update are partly of older weights.
-        of_one_policy = self.engine.lossless and self.rollout.oversubscribe == 1
-        if of_one_policy and "correction" not in self.algorithm.model_fields_set:
+        if self.engine.lossless and "correction" not in self.algorithm.model_fields_set:
             algorithm = self.algorithm.model_copy(update={"correction": "none"})
             object.__setattr__(self, "algorithm", algorithm)
         return self
@@ -483,7 +451,9 @@ class TrainConfig(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise InputError(f"{source}: {first_problem(error, cls)}") from None
+            keys = (".".join(map(str, problem["loc"])) for problem in error.errors())
+            removed = (f"{key} was removed: {_REMOVED[key]}" for key in keys if key in _REMOVED)
+            raise InputError(f"{source}: {next(removed, first_problem(error, cls))}") from None
 
 
 def with_overrides(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

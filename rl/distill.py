@@ -195,6 +195,9 @@ class SparseAdapter:
             "peft_type": "LORA",
         }
 
+    def is_finite(self) -> bool:
+        return self._optimizer.is_finite()
+
     def save(self, folder: Path) -> None:
         self._lora.save_pretrained(str(folder))
         weights = {name: value.contiguous().cpu() for name, value in self.tensors().items()}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow_sglang.rl.config import EvaluationConfig
-from sparrow_sglang.rl.rollout import Callbacks, Sampling
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs.log import Decode, response_rows
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.tasks.rewards import RewardsFailed, Scores
@@ -58,7 +58,7 @@ def evaluate(run: Run) -> Evaluation:
     run.learner.deliver(run.engine, str(run.state.step), adapted=False)
     samples = settings.samples_per_prompt
     finished = run.log.response_counter("evaluation", len(prompts) * samples)
-    groups = run.engine.generate(prompts, samples, sampling, Callbacks(finished))
+    groups = run.engine.generate(prompts, samples, sampling, finished)
     scores = run.reward_workers.score(groups)
     sets = tuple(name for name, in_set in prompts_by_set.items() for _ in in_set)
     # `metrics()` of scores counts failures, as "sparrow/reward_errors" and the like.

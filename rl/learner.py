@@ -1,4 +1,4 @@
-"""The trained weights of a run: policy, reference policy and adapter."""
+"""The trained weights of a run: policy and adapter."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -19,41 +19,10 @@ from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, NamedTensors
 from sparrow_sglang.rl.loss import MiniBatchLoss
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.shards import local
 from sparrow_sglang.rl.policy.storage import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.rl.rollout import RolloutEngine
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-
-
-class ReferencePolicy:
-    def __init__(self, policy: DensePolicy) -> None:
-        self._policy = policy
-        self._weights = _copy_of_weights(policy)
-
-    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """fp32 [N] on the CPU; 0 for tokens outside the loss."""
-        result = torch.zeros(len(batch.advantages))
-        sequences, tokens = batch.sequences_of(batch.in_loss)
-        if sequences:
-            trained = _copy_of_weights(self._policy)
-            try:
-                _set_weights(self._policy, self._weights)
-                result[tokens] = torch.cat(self._policy.score(sequences, temperature)[0])
-            finally:
-                _set_weights(self._policy, trained)
-        return result
-
-
-def _copy_of_weights(policy: DensePolicy) -> list[torch.Tensor]:
-    return [local(p.detach()).to("cpu", copy=True) for _, p, _ in policy.named_parameters()]
-
-
-@torch.no_grad()
-def _set_weights(policy: DensePolicy, weights: list[torch.Tensor]) -> None:
-    for (_, parameter, _), value in zip(policy.named_parameters(), weights, strict=True):
-        local(parameter).copy_(value)
-
 
 _ADAPTER_STATE = "adapter.pt"
 
@@ -103,19 +72,14 @@ class Learner(Protocol):
         others, from a policy that is still the same."""
         ...
 
-    def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """[N]; None without a KL term."""
-        ...
-
     def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
         """Exact acceptance rates of some responses, of an actor with the current adapter; None
         without a schedule or measured responses."""
         ...
 
-    def update(
-        self, batch: Batch, scored: Scored, reference: torch.Tensor | None, lr: float
-    ) -> Updated:
-        """One optimizer step per mini-batch; metrics are means over those taken."""
+    def update(self, batch: Batch, scored: Scored, lr: float) -> Updated:
+        """One optimizer step per mini-batch; metrics are means over those taken. Raises
+        `FloatingPointError` if weights are not finite afterwards."""
         ...
 
     def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
@@ -130,7 +94,8 @@ class Learner(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`."""
+        """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`.
+        Raises `FloatingPointError` on a state that is not finite, before anything is written."""
         ...
 
     def restore(self, folder: Path) -> None: ...
@@ -143,23 +108,20 @@ class LocalLearner:
         self,
         config: TrainConfig,
         policy: DensePolicy,
-        reference: ReferencePolicy | None = None,
         adapter: SparseAdapter | None = None,
     ) -> None:
         self.policy = policy
         self.adapter = adapter
         self._config = config
-        self._reference = reference
 
     @classmethod
     def load(cls, config: TrainConfig, ranks: Ranks = ALONE) -> "LocalLearner":
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy = DensePolicy.load(config.model, config.optimizer, device, ranks)
-        reference = ReferencePolicy(policy) if config.algorithm.kl_coefficient else None
         # The adapter's initial values are drawn.
         torch.manual_seed(config.seed)
         adapter = SparseAdapter(policy, config.distill) if config.distill.enabled else None
-        return cls(config, policy, reference, adapter)
+        return cls(config, policy, adapter)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -187,23 +149,16 @@ class LocalLearner:
             scored.logprobs[tokens], scored.entropies[tokens] = map(torch.cat, parts)
         return scored
 
-    def reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        if self._reference is None:
-            return None
-        return self._reference.logprobs(batch, self._config.rollout.temperature)
-
     def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
         chosen = batch.sample_evenly(self._config.mismatch.sequences)
         if schedule is None or not chosen.rollouts:
             return None
         adapted = self.adapter.delivered if self.adapter else nullcontext
         temperature = self._config.rollout.temperature
-        rates = self.policy.acceptance(chosen.segments, schedule, adapted, temperature)
+        rates = self.policy.acceptance(chosen.sequences, schedule, adapted, temperature)
         return Acceptance.of(chosen.rollouts, np.concatenate(rates), schedule)
 
-    def update(
-        self, batch: Batch, scored: Scored, reference: torch.Tensor | None, lr: float
-    ) -> Updated:
+    def update(self, batch: Batch, scored: Scored, lr: float) -> Updated:
         policy, settings = self.policy, self._config.algorithm
         for group in policy.optimizer.param_groups:
             group["lr"] = lr
@@ -214,10 +169,8 @@ class LocalLearner:
             loss = MiniBatchLoss(
                 batch.rollout_logprobs[tokens],
                 batch.advantages[tokens],
-                [len(response) for _, response in sequences],
                 settings,
                 None if by_update else scored.logprobs[tokens],
-                None if reference is None else reference[tokens],
             )
             entropies = torch.zeros(len(tokens)) if by_update else None
             result = policy.loss_step(sequences, loss, self._config.rollout.temperature, entropies)
@@ -229,9 +182,11 @@ class LocalLearner:
                 rows.append(metrics | {"actor/grad_norm": result.grad_norm})
             else:
                 skipped += 1
+        if rows:
+            self._require_finite()
         means = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
         counts = {"actor/optimizer_steps": float(len(rows)), "actor/skipped_steps": float(skipped)}
-        return Updated(means | counts, scored, policy.optimizer.skipped_in_a_row)
+        return Updated(means | counts | {"actor/lr": lr}, scored, policy.optimizer.skipped_in_a_row)
 
     def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
         if self.adapter is None or schedule is None:
@@ -241,7 +196,7 @@ class LocalLearner:
         if not chosen.rollouts:
             return {}
         temperature = self._config.rollout.temperature
-        metrics = self.adapter.step(chosen.segments, schedule, temperature)
+        metrics = self.adapter.step(chosen.sequences, schedule, temperature)
         held_out = batch.sample_evenly(measured)
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
@@ -267,7 +222,15 @@ class LocalLearner:
         unmerged = self.adapter is not None and self._config.distill.delivery == "lora"
         return self.adapter if unmerged and self.adapter and self.adapter.scale > 0 else None
 
+    def _require_finite(self) -> None:
+        finite = self.policy.optimizer.is_finite()
+        if not finite or (self.adapter and not self.adapter.is_finite()):
+            raise FloatingPointError(
+                "weights or moments are not finite; expected a lower optimizer.lr or grad_clip"
+            )
+
     def save(self, folder: Path) -> None:
+        self._require_finite()
         first = self.policy.ranks.rank == 0
         save_model(self.policy, folder / "model" if first else None)
         if self.adapter is not None and first:

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sparrow_sglang.mismatch.acceptance import mean_acceptance_from_samples
 from sparrow_sglang.rl.acceptance import tail_percentile
 from sparrow_sglang.rl.types import Group, Rewards, Rollout, known_rewards
-from sparrow_sglang.schedules.schedule import DENSE, BudgetSchedule
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 LOG_RATIO_BOUND = 20.0
 """As in verl, log ratios of importance weights are cut to +-20 before they are exponentiated;
-`k3_kl`, perplexities and the veto of the sequence correction take them uncut."""
+`k3_kl` and perplexities take them uncut."""
 
 
 def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -134,47 +133,22 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[Rewards]) -> dict
 
 def kv_metrics(rollouts: Sequence[Rollout], schedule: BudgetSchedule | None) -> dict[str, float]:
     """Mean KV read by a sparse layer for a generated token, by pages, and mean KV cached, both in
-    tokens and over decode steps: a segment's first token comes out of prefill. Segments under
-    another schedule than `schedule` are left out."""
-    cached: list[NDArray[np.int64]] = []
-    read: list[NDArray[np.int64]] = []
-    for rollout in rollouts:
-        for segment in rollout.segments:
-            lengths = len(rollout.prompt_ids) + np.arange(segment.start + 1, segment.end)
-            if segment.schedule == DENSE:
-                cached.append(lengths)
-                read.append(lengths)
-            elif schedule is not None and segment.schedule == schedule.name:
-                cached.append(lengths)
-                read.append(schedule.tokens_read(lengths))
-    if not sum(map(len, cached)):
+    tokens and over decode steps: a response's first token comes out of prefill."""
+    lengths = np.concatenate(
+        [len(one.prompt_ids) + np.arange(1, len(one.response_ids)) for one in rollouts]
+    )
+    if not lengths.size:
         return {}
+    read = lengths if schedule is None else schedule.tokens_read(lengths)
     return {
-        "sparrow/kv_tokens_read": float(np.concatenate(read).mean()),
-        "sparrow/kv_tokens_cached": float(np.concatenate(cached).mean()),
+        "sparrow/kv_tokens_read": float(read.mean()),
+        "sparrow/kv_tokens_cached": float(lengths.mean()),
     }
 
 
 def round_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean tokens of a lossless round, without a segment's first token; empty without rounds."""
-    segments = [part for rollout in rollouts for part in rollout.segments if part.rounds]
-    tokens = sum(part.end - part.start - 1 for part in segments)
-    rounds = sum(part.rounds for part in segments)
+    """Mean tokens of a lossless round, without a response's first token; empty without rounds."""
+    decoded = [one for one in rollouts if one.rounds]
+    tokens = sum(len(one.response_ids) - 1 for one in decoded)
+    rounds = sum(one.rounds for one in decoded)
     return {"sparrow/tokens_per_round": tokens / rounds} if rounds else {}
-
-
-def prefill_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean cost of continuing a response: context tokens out of the prefix cache, and prefilled
-    ones. Empty without continued responses."""
-    later = [
-        (segment.cached, len(rollout.prompt_ids) + segment.start - segment.cached)
-        for rollout in rollouts
-        for segment in rollout.segments[1:]
-    ]
-    if not later:
-        return {}
-    cached, prefilled = np.mean(later, axis=0)
-    return {
-        "sparrow/continued_cached_tokens": float(cached),
-        "sparrow/continued_prefilled_tokens": float(prefilled),
-    }

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import torch
 
-from sparrow_sglang.rl.acceptance import acceptance_metrics
-from sparrow_sglang.rl.advantages import group_advantages
+from sparrow_sglang.rl.acceptance import Acceptance, acceptance_metrics
+from sparrow_sglang.rl.advantages import Advantages, group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
-from sparrow_sglang.rl.collect import Collected, collect, collect_partial
+from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.correction import correct
+from sparrow_sglang.rl.correction import correction_metrics
 from sparrow_sglang.rl.evaluation import evaluate
-from sparrow_sglang.rl.learner import TrainersLost
+from sparrow_sglang.rl.learner import TrainersLost, Updated
 from sparrow_sglang.rl.metrics import (
     entropy_metrics,
     kv_metrics,
-    prefill_metrics,
     rollout_metrics,
     round_metrics,
 )
@@ -25,7 +24,7 @@ from sparrow_sglang.rl.policy.optimizer import learning_rate
 from sparrow_sglang.rl.rollout import EngineDied, EngineNotStarted
 from sparrow_sglang.rl.runs.log import Clock, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
-from sparrow_sglang.rl.runs.setup import Setup, prepare
+from sparrow_sglang.rl.runs.setup import Setup, check
 from sparrow_sglang.rl.tasks.rewards import part_metrics
 from sparrow_sglang.run_folder import RESPONSES_FILE
 
@@ -47,10 +46,10 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
         EngineNotStarted, RolloutError: no engine, or responses that cannot be trained on.
         EngineDied, TrainersLost: more than `cluster.max_restarts` deaths without a checkpoint.
         RewardsFailed: an unusable reward, or more than half of a step's rewards are missing.
-        FloatingPointError: log-probs of the policy, or `MAX_SKIPPED_STEPS` gradients in a row, were
-            not finite.
+        FloatingPointError: log-probs or weights of the policy, or `MAX_SKIPPED_STEPS` gradients in
+            a row, were not finite. The message names the last checkpoint; all are finite.
     """
-    setup = prepare(config)
+    setup = check(config)
     connection: AbstractContextManager[None] = nullcontext()
     if config.cluster is not None:
         # Imported here, as only these runs need Ray.
@@ -70,8 +69,7 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
                 failures = failures + 1 if newest == before else 1
                 if config.cluster is None or failures > config.cluster.max_restarts:
                     raise
-                start = newest or "the beginning"
-                logger.warning("%s; the run starts again from %s", error, start)
+                logger.warning("%s; the run starts again", error)
                 resume = True
 
 
@@ -83,8 +81,7 @@ def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
             # A signal ends a rollout at once, and waits for an update.
             with run.termination.held_back(f"update of step {step}"):
                 train_step(run, step, collected, clock)
-            if _is_due(run.state.step, config.checkpoint.every_steps):
-                run.save()
+            run.save_if_due()
         if config.evaluation.every_steps:
             _evaluate(run)
 
@@ -96,56 +93,31 @@ def roll_out(run: Run, step: int, clock: Clock) -> Collected:
             _evaluate(run)
     with clock("sync"):
         run.load_actor()
-    if run.config.rollout.oversubscribe > 1:
-        return collect_partial(run, run.prompts_used, step, clock)
-    return collect(run, run.prompts_used, clock)
+    return collect(run, clock)
 
 
 def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
     config, learner, schedule = run.config, run.learner, run.setup.schedule
-    advantages = group_advantages(collected.rewards, config.algorithm.std_normalisation)
+    rewards = collected.scores.rewards
+    advantages = group_advantages(rewards, config.algorithm.std_normalisation)
     batch = Batch.of(collected.groups, advantages)
-    if config.rollout.truncated == "mask":
-        batch = batch.masking_truncated()
-
     with clock("logprobs"):
         scored = learner.score(batch)
     _require_finite(batch, scored.logprobs, step)
-    with clock("reference"):
-        reference = learner.reference_logprobs(batch)
     with clock("mismatch"):
         acceptance = learner.acceptance(batch, schedule)
     lr = learning_rate(config.optimizer, step, config.steps)
-    with run.updating():
-        with clock("update"):
-            updated = learner.update(batch, scored, reference, lr)
-        _require_finite(batch, updated.scored.logprobs, step)
-        with clock("distill"):
-            distilled = learner.distill(batch, schedule)
-    run.state.advance(collected.tokens, collected.replaced, collected.carried)
+    with run.updating(), clock("update"):
+        updated = learner.update(batch, scored, lr)
+    # The optimizer has skipped the step if one of these is not finite: the state is still whole.
+    _require_finite(batch, updated.scored.logprobs, step)
+    with run.updating(), clock("distill"):
+        distilled = learner.distill(batch, schedule)
 
-    dense, rollout = updated.scored, batch.rollout_logprobs
-    correction = correct(dense.logprobs, rollout, batch.lengths, config.algorithm)
-    run.state.metrics = (
-        rollout_metrics(collected.groups, collected.rewards)
-        | part_metrics(collected.parts)
-        | collected.metrics
-        | {
-            "sparrow/response_tokens_seen": float(run.state.tokens),
-            "sparrow/epochs": run.prompts_used / len(run.setup.train),
-        }
-        | advantages.metrics()
-        | correction.metrics
-        | (acceptance_metrics(acceptance.rates, acceptance.bins) if acceptance else {})
-        | kv_metrics(batch.rollouts, schedule)
-        | prefill_metrics(batch.rollouts)
-        | round_metrics(batch.rollouts)
-        | entropy_metrics(rollout, dense.entropies)
-        | updated.metrics
-        | distilled
-        | {"actor/lr": lr}
-        | clock.metrics(collected.tokens)
-    )
+    run.state.step += 1
+    run.state.tokens += collected.tokens
+    metrics = _metrics(run, collected, batch, advantages, acceptance, updated)
+    run.state.metrics = metrics | distilled | clock.metrics(collected.tokens)
     _log_responses(run, step, collected, acceptance.tails() if acceptance else {})
     run.log.write(step, run.state.metrics)
     # After the step, so that the checkpoint that is written on an error matches the metrics.
@@ -154,6 +126,33 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
             f"the gradients of {updated.skipped_in_a_row} optimizer steps in a row were not finite;"
             " expected a lower optimizer.lr"
         )
+
+
+def _metrics(
+    run: Run,
+    collected: Collected,
+    batch: Batch,
+    advantages: Advantages,
+    acceptance: Acceptance | None,
+    updated: Updated,
+) -> dict[str, float]:
+    dense, rollout = updated.scored, batch.rollout_logprobs
+    return (
+        rollout_metrics(collected.groups, collected.scores.rewards)
+        | part_metrics(collected.scores.parts)
+        | collected.scores.metrics()
+        | {
+            "sparrow/response_tokens_seen": float(run.state.tokens),
+            "sparrow/epochs": run.prompts_used / len(run.setup.train),
+        }
+        | advantages.metrics()
+        | correction_metrics(dense.logprobs, rollout, batch.lengths, run.config.algorithm)
+        | (acceptance_metrics(acceptance.rates, acceptance.bins) if acceptance else {})
+        | kv_metrics(batch.rollouts, run.setup.schedule)
+        | round_metrics(batch.rollouts)
+        | entropy_metrics(rollout, dense.entropies)
+        | updated.metrics
+    )
 
 
 def _require_finite(batch: Batch, logprobs: torch.Tensor, step: int) -> None:
@@ -181,10 +180,11 @@ def _log_responses(
     run: Run, step: int, collected: Collected, tails: dict[tuple[str, tuple[int, ...]], float]
 ) -> None:
     shown = evenly(len(collected.groups), run.config.logging.response_groups)
+    scores = collected.scores
     rows = response_rows(
         [collected.groups[index] for index in shown],
-        [collected.rewards[index] for index in shown],
-        [collected.parts[index] for index in shown] if collected.parts else (),
+        [scores.rewards[index] for index in shown],
+        [scores.parts[index] for index in shown] if scores.parts else (),
         run.setup.tokenizer.decode,
         tails,
     )

@@ -1,8 +1,8 @@
 """Data that the stages of a training step exchange: prompts, rollouts and groups of rollouts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,32 +23,12 @@ class Prompt:
             raise ValueError(f"prompt {self.id!r} of task {self.task!r} has no tokens")
 
 
-ABORTED = "abort"
-"""The `finish_reason` of a response that is not finished."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Response tokens [start, end) of one request to the engine. All before `start` was prefilled
-    densely, except for `cached` tokens; the segment was decoded under `schedule` from the weights
-    `weight_version`. A `retracted` request later prefilled some of these tokens as well, unknown
-    which. Lossless decoding took so many `rounds`."""
-
-    start: int
-    end: int
-    weight_version: str
-    schedule: str
-    cached: int = 0
-    retracted: bool = False
-    rounds: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """One sampled response. `logprobs` [T] are float32 natural log-probs of the distribution that
-    the tokens were sampled from. `weight_version` and `schedule` are those of the last tokens.
-    `finish_reason` is SGLang's; "abort" is to be continued. `segments` cover the tokens, in order;
-    by default one. Raises `ValueError` unless there is one finite log-prob per token."""
+    the tokens were sampled from, by weights `weight_version` under `schedule`. `finish_reason` is
+    SGLang's. A `retracted` request later prefilled some of its tokens, unknown which. Lossless
+    decoding took so many `rounds`."""
 
     prompt_id: str
     sample: int
@@ -59,46 +39,17 @@ class Rollout:
     weight_version: str
     schedule: str
     text: str
-    segments: tuple[Segment, ...] = ()
+    retracted: bool = False
+    rounds: int = 0
 
     def __post_init__(self) -> None:
-        if not self.segments and self.response_ids:
-            whole = Segment(0, len(self.response_ids), self.weight_version, self.schedule)
-            object.__setattr__(self, "segments", (whole,))
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
-        count = len(self.response_ids)
-        if logprobs.shape != (count,) or not np.isfinite(logprobs).all():
-            raise ValueError(
-                f"rollout {self.prompt_id!r}/{self.sample}: logprobs {logprobs.shape}, expected one"
-                f" finite log-prob for each of {count} tokens"
-            )
+        assert logprobs.shape == (len(self.response_ids),), "there is one log-prob per token"
         object.__setattr__(self, "logprobs", logprobs)
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason != ABORTED
-
-    @property
-    def retracted(self) -> bool:
-        return any(segment.retracted for segment in self.segments)
-
-    def cut(self, limit: int) -> "Rollout":
-        """Truncated if it is unfinished and has `limit` tokens."""
-        if self.finished or len(self.response_ids) < limit:
-            return self
-        return replace(self, finish_reason="length")
-
-    def split(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Token ids of each segment: all that precedes it, prompt included, and its own."""
-        ids, first = (*self.prompt_ids, *self.response_ids), len(self.prompt_ids)
-        return [
-            (ids[: first + segment.start], ids[first + segment.start : first + segment.end])
-            for segment in self.segments
-        ]
 
 
 Rewards = tuple[float | None, ...]
@@ -115,22 +66,6 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-
-    @classmethod
-    def begun(cls, prompt: Prompt, samples: int) -> Self:
-        none = np.empty(0, np.float32)
-        rollouts = (
-            Rollout(prompt.id, sample, prompt.input_ids, (), none, ABORTED, "", "", "")
-            for sample in range(samples)
-        )
-        return cls(prompt, tuple(rollouts))
-
-    def cut(self, limit: int) -> "Group":
-        return replace(self, rollouts=tuple(rollout.cut(limit) for rollout in self.rollouts))
-
-    @property
-    def finished(self) -> bool:
-        return all(rollout.finished for rollout in self.rollouts)
 
     @property
     def tokens(self) -> int:

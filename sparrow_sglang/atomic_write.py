@@ -14,12 +14,26 @@ DRAFT_PREFIX = ".draft-"
 
 
 @contextmanager
+def naming(target: Path) -> Iterator[None]:
+    """Name `target` in an `OSError` of the block that names no file, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(target)
+        raise
+
+
+@contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A path for the block to write a file or a folder to, which then replaces `target`. The folder
     of `target` is created if needed. If the block or the renaming raises, `target` is unchanged and
     the draft is deleted. Several processes may write the same target; the last one wins."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder:
+    with (
+        naming(target),
+        tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=target.parent) as folder,
+    ):
         draft = Path(folder) / target.name
         yield draft
         for path in (*draft.rglob("*"), draft):

@@ -10,6 +10,11 @@ RESPONSES_FILE = "responses.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 RUN_FILE = "run.json"
 
+# Metrics that a run's log and its report both name.
+ENTROPY = "actor/entropy"
+REWARD = "critic/score/mean"
+TAIL = "sparrow/accept_p05"
+
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file. A last row that a killed run left incomplete is dropped."""

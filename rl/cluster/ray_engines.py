@@ -23,20 +23,20 @@ from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.engines.responses import POLL_S
 from sparrow_sglang.rl.rollout import (
-    NO_CALLBACKS,
-    Callbacks,
     EngineDied,
     EngineNotStarted,
+    OnFinished,
     RolloutEngine,
     Sampling,
+    ignore,
 )
-from sparrow_sglang.rl.types import Group
+from sparrow_sglang.rl.types import Group, Prompt
 
 CONTROL = "control"
 """Concurrency group of the methods that an actor runs while it streams."""
 
-Groups = Sequence[tuple[int, Group]]
-"""Groups with their positions in the rollout of all engines."""
+Prompts = Sequence[tuple[int, Prompt]]
+"""Prompts with their positions in the rollout of all engines."""
 
 
 class EngineActor:
@@ -52,47 +52,44 @@ class EngineActor:
     ) -> None:
         use_network_of_ray()
         self._engine = start(model_path, schedule, **server_args)
-        self._inboxes: defaultdict[int, SimpleQueue[Groups]] = defaultdict(SimpleQueue)
+        self._inboxes: defaultdict[int, SimpleQueue[Prompts]] = defaultdict(SimpleQueue)
         self._stopped = 0
 
     @ray.method(concurrency_group=CONTROL)
     def ready(self) -> torch.dtype:
         return self._engine.dtype
 
-    def stream(self, sampling: Sampling, rollout: int) -> Iterator[tuple[int, Group]]:
-        """The groups that `add` gives to rollout number `rollout`, until `stop` ends it."""
+    def stream(self, n: int, sampling: Sampling, rollout: int) -> Iterator[tuple[int, Group]]:
+        """Groups of `n` samples of the prompts that `add` gives to rollout number `rollout`, until
+        `stop` ends it."""
         positions: list[int] = []
         inbox = self._inboxes[rollout]
 
-        def more_groups(idle: bool) -> list[Group]:
-            received: list[Groups] = []
+        def more_prompts(idle: bool) -> list[Prompt] | None:
+            received: list[Prompts] = []
             while idle and not received:
                 self._engine.require_alive()
                 with suppress(Empty):
                     received.append(inbox.get(timeout=POLL_S))
             while not inbox.empty():
                 received.append(inbox.get())
-            added = [numbered for groups in received for numbered in groups]
+            added = [numbered for prompts in received for numbered in prompts]
             positions.extend(position for position, _ in added)
-            return [group for _, group in added]
+            return None if self._stopped >= rollout else [prompt for _, prompt in added]
 
-        def should_stop() -> bool:
-            return self._stopped >= rollout
-
-        callbacks = Callbacks(more_groups=more_groups, should_stop=should_stop)
-        for index, group in self._engine.stream([], sampling, callbacks):
+        for index, group in self._engine.stream([], n, sampling, ignore, more_prompts):
             yield positions[index], group
         del self._inboxes[rollout]
 
     @ray.method(concurrency_group=CONTROL)
-    def add(self, rollout: int, groups: Groups) -> None:
-        self._inboxes[rollout].put(groups)
+    def add(self, rollout: int, prompts: Prompts) -> None:
+        self._inboxes[rollout].put(prompts)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self, rollout: int) -> None:
-        """End the stream of that rollout; unfinished groups are streamed as they are."""
+        """End the stream of that rollout; its unfinished responses are aborted."""
         self._stopped = rollout
-        # Wakes a stream that waits for groups.
+        # Wakes a stream that waits for prompts.
         self._inboxes[rollout].put(())
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -119,16 +116,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Engine:
-    """An engine, the stream of its finished groups, and the `owed` ones by position."""
+    """An engine, the stream of its finished groups, and the positions of those that it owes."""
 
     actor: Any
     placement: PlacementGroup | None
     stream: Any = None
-    owed: dict[int, Group] = field(default_factory=dict)
-
-    @property
-    def load(self) -> int:
-        return sum(map(_left, self.owed.values()))
+    owed: set[int] = field(default_factory=set)
 
 
 class RayEngines(RolloutEngine):
@@ -161,28 +154,23 @@ class RayEngines(RolloutEngine):
             raise
 
     def stream(
-        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks = NO_CALLBACKS
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished = ignore,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; a group goes to the engine with the fewest unfinished responses.
-        Raises `EngineDied`, and `ray.exceptions.RayTaskError` if an engine failed without dying."""
+        """See `RolloutEngine`; a prompt goes to the engine that owes the fewest groups. Raises
+        `EngineDied`, and `ray.exceptions.RayTaskError` if an engine failed without dying."""
         self._rollouts += 1
         for engine in self._engines.values():
-            engine.stream, engine.owed = None, {}
-        waiting, count, stopped = deque(enumerate(groups)), len(groups), False
+            method = engine.actor.stream.options(num_returns="streaming")
+            engine.stream, engine.owed = method.remote(n, sampling, self._rollouts), set()
+        waiting = deque(enumerate(prompts))
         try:
-            while True:
-                if not stopped and callbacks.should_stop():
-                    stopped = True
-                    self._stop_rollout()
-                if not stopped:
-                    idle = not waiting and not any(e.owed for e in self._engines.values())
-                    added = callbacks.more_groups(idle)
-                    waiting.extend(enumerate(added, count))
-                    count += len(added)
-                    self._assign(waiting, sampling)
-                streams = {e.stream: slot for slot, e in self._engines.items() if e.stream}
-                if not (streams if stopped else any(e.owed for e in self._engines.values())):
-                    break
+            while waiting or any(engine.owed for engine in self._engines.values()):
+                self._assign(waiting, n)
+                streams = {engine.stream: slot for slot, engine in self._engines.items()}
                 ready, _ = ray.wait(list(streams), timeout=POLL_S, fetch_local=False)
                 if not ready:
                     continue
@@ -190,36 +178,25 @@ class RayEngines(RolloutEngine):
                 engine = self._engines[slot]
                 try:
                     position, group = ray.get(next(engine.stream))
-                except StopIteration:
-                    # Stopped before it had started these.
-                    waiting.extend(engine.owed.items())
-                    engine.stream, engine.owed = None, {}
                 except _DEATH as error:
                     raise _died(slot, error) from error
-                else:
-                    del engine.owed[position]
-                    callbacks.on_finished(sum(one.finished for one in group.rollouts))
-                    yield position, group
-            yield from waiting
+                engine.owed.remove(position)
+                on_finished(n)
+                yield position, group
         finally:
             self._stop_rollout()
 
-    def _assign(self, waiting: deque[tuple[int, Group]], sampling: Sampling) -> None:
-        for engine in self._engines.values():
-            if engine.stream is None:
-                method = engine.actor.stream.options(num_returns="streaming")
-                engine.stream = method.remote(sampling, self._rollouts)
-        # Together, as an engine that has started polls for more groups only now and then.
-        assigned: defaultdict[int, list[tuple[int, Group]]] = defaultdict(list)
+    def _assign(self, waiting: deque[tuple[int, Prompt]], n: int) -> None:
+        # Together, as an engine that has started polls for more prompts only now and then.
+        assigned: defaultdict[int, list[tuple[int, Prompt]]] = defaultdict(list)
         while waiting:
-            slot, engine = min(self._engines.items(), key=lambda item: item[1].load)
-            position, group = waiting[0]
-            if engine.load and engine.load + _left(group) > self._capacity:
+            slot, engine = min(self._engines.items(), key=lambda item: len(item[1].owed))
+            if engine.owed and (len(engine.owed) + 1) * n > self._capacity:
                 break
-            engine.owed[position] = group
+            engine.owed.add(waiting[0][0])
             assigned[slot].append(waiting.popleft())
-        for slot, groups in assigned.items():
-            self._engines[slot].actor.add.remote(self._rollouts, groups)
+        for slot, prompts in assigned.items():
+            self._engines[slot].actor.add.remote(self._rollouts, prompts)
 
     def _stop_rollout(self) -> None:
         for engine in self._engines.values():
@@ -308,8 +285,3 @@ def _died(slot: int, error: Exception) -> EngineDied:
     """The cause of a death, without Ray's ids and tracebacks, which come first."""
     text = str(getattr(error, "cause", error)).strip() or repr(error)
     return EngineDied(f"rollout engine {slot} died: {text.splitlines()[-1]}")
-
-
-def _left(group: Group) -> int:
-    """Responses that are still to be sampled; 1 if none is, as the engine must return the group."""
-    return max(1, sum(not rollout.finished for rollout in group.rollouts))

@@ -86,7 +86,6 @@ class RemoteLearner:
 
     device_name = _on_all_workers("device_name")
     score = _on_all_workers("score")
-    reference_logprobs = _on_all_workers("reference_logprobs")
     acceptance = _on_all_workers("acceptance")
     update = _on_all_workers("update")
     distill = _on_all_workers("distill")

@@ -14,15 +14,14 @@ from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.launcher.adapters import load_adapter
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
-from sparrow_sglang.rl.rollout import (
-    NO_CALLBACKS,
-    Callbacks,
-    EngineDied,
-    RolloutEngine,
-    Sampling,
+from sparrow_sglang.rl.engines.responses import (
+    POLL_S,
+    EngineProcesses,
+    MorePrompts,
+    Responses,
 )
-from sparrow_sglang.rl.types import Group
+from sparrow_sglang.rl.rollout import EngineDied, OnFinished, RolloutEngine, Sampling, ignore
+from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedules.schedule import DENSE
 from sparrow_sglang.sglang_compat.versions import weight_update_session
 
@@ -95,7 +94,12 @@ class LocalEngine(RolloutEngine):
             require_server_state(self._manager).measures_dense = False
 
     def stream(
-        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks = NO_CALLBACKS
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished = ignore,
+        more_prompts: MorePrompts = lambda idle: (),
     ) -> Iterator[tuple[int, Group]]:
         if self._version is None:
             raise RuntimeError(
@@ -106,12 +110,13 @@ class LocalEngine(RolloutEngine):
             self.engine.loop,
             self._processes,
             sampling,
+            n,
             self._version,
             DENSE if sampling.dense else self._schedule,
             switchable=self._schedule != DENSE,
         )
-        responses.start(groups)
-        yield from responses.stream(callbacks)
+        responses.start(prompts)
+        yield from responses.stream(on_finished, more_prompts)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """Load weights under their checkpoint names; later rollouts carry `version`. Raises

@@ -2,20 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from sparrow_sglang.rl.rollout import (
-    Callbacks,
-    EngineDied,
-    Sampling,
-    continued,
-    sample_request,
-)
+from sparrow_sglang.rl.rollout import EngineDied, OnFinished, Sampling, sample_request, sampled
 from sparrow_sglang.rl.tasks.answers import THINKING_MARK
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
@@ -47,51 +41,51 @@ class EngineProcesses:
         psutil.wait_procs(family, timeout=10)
 
 
+MorePrompts = Callable[[bool], Sequence[Prompt] | None]
+"""Further prompts of a rollout, which take the next positions. The argument is whether all groups
+are complete; without prompts then, the rollout ends. None ends it at once."""
+
+
 @dataclass(eq=False)
 class Responses:
-    """`manager` is SGLang's TokenizerManager. `switchable`: the engine has the sparrow backend."""
+    """Groups of `samples` responses each. `manager` is SGLang's TokenizerManager. `switchable`: the
+    engine has the sparrow backend."""
 
     manager: Any
     loop: asyncio.AbstractEventLoop
     processes: EngineProcesses
     sampling: Sampling
+    samples: int
     weight_version: str
     schedule: str
     switchable: bool
     _prompts: list[Prompt] = field(default_factory=list)
     _rollouts: list[list[Rollout]] = field(default_factory=list)
     _running: set[asyncio.Task[tuple[int, Rollout]]] = field(default_factory=set)
-    _stopped: bool = False
 
-    def start(self, groups: Sequence[Group]) -> None:
-        """Continue the unfinished responses of `groups`, which take the next positions."""
-        for position, group in enumerate(groups, len(self._prompts)):
-            self._prompts.append(group.prompt)
-            self._rollouts.append(list(group.rollouts))
+    def start(self, prompts: Sequence[Prompt]) -> None:
+        for position, prompt in enumerate(prompts, len(self._prompts)):
+            self._prompts.append(prompt)
+            self._rollouts.append([])
             self._running.update(
-                self.loop.create_task(self._finished(position, rollout))
-                for rollout in group.rollouts
-                if not rollout.finished
+                self.loop.create_task(self._sampled(position, prompt, sample))
+                for sample in range(self.samples)
             )
 
-    def stream(self, callbacks: Callbacks) -> Iterator[tuple[int, Group]]:
+    def stream(
+        self, on_finished: OnFinished, more_prompts: MorePrompts
+    ) -> Iterator[tuple[int, Group]]:
         """As `RolloutEngine.stream`. Raises `RolloutError`, and `EngineDied` if a process ended
         or no response is finished within `sampling.timeout_s`."""
         silent_s = 0.0
         try:
-            while True:
-                self._stopped = self._stopped or callbacks.should_stop()
-                if not self._stopped:
-                    self.start(callbacks.more_groups(not self._running))
+            while (more := more_prompts(not self._running)) is not None:
+                self.start(more)
                 if not self._running:
                     break
-                if self._stopped:
-                    # Repeated, as a request may have reached the engine after the last abort.
-                    self.loop.run_until_complete(self._abort())
-                until = asyncio.ALL_COMPLETED if self._stopped else asyncio.FIRST_COMPLETED
                 began = time.monotonic()
                 done, self._running = self.loop.run_until_complete(
-                    asyncio.wait(self._running, timeout=POLL_S, return_when=until)
+                    asyncio.wait(self._running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 )
                 self.processes.require_alive()
                 silent_s = 0.0 if done else silent_s + time.monotonic() - began
@@ -100,44 +94,30 @@ class Responses:
                     raise EngineDied(f"no response within rollout.timeout_s={limit:.0f}")
                 for task in done:
                     position, rollout = task.result()
-                    self._rollouts[position][rollout.sample] = rollout
-                    callbacks.on_finished(int(rollout.finished))
-                    if self._group(position).finished:
-                        yield position, self._group(position)
-            for position in range(len(self._prompts)):
-                if not self._group(position).finished:
-                    yield position, self._group(position)
+                    group = self._rollouts[position]
+                    group.append(rollout)
+                    on_finished(1)
+                    if len(group) == self.samples:
+                        group.sort(key=lambda rollout: rollout.sample)
+                        yield position, Group(self._prompts[position], tuple(group))
         finally:
             if self._running:
                 self._abandon()
 
-    async def _finished(self, position: int, rollout: Rollout) -> tuple[int, Rollout]:
+    async def _sampled(self, position: int, prompt: Prompt, sample: int) -> tuple[int, Rollout]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        if self._stopped:
-            return position, rollout
-        request = sample_request(rollout, self.sampling, self.switchable)
+        request = sample_request(prompt.input_ids, self.sampling, self.switchable)
         outputs = self.manager.generate_request(GenerateReqInput(**request), None)
         try:
             output = await anext(outputs)
         finally:
             await outputs.aclose()
-        response = continued(
-            rollout,
-            output,
-            self.sampling,
-            self.weight_version,
-            self.schedule,
-            self._decode,
-            self._stopped,
-        )
-        return position, response
+        source = self.weight_version, self.schedule
+        return position, sampled(prompt, sample, output, self.sampling, *source, self._decode)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return response_text(self.manager.tokenizer, ids) if self.manager.tokenizer else ""
-
-    def _group(self, position: int) -> Group:
-        return Group(self._prompts[position], tuple(self._rollouts[position]))
 
     async def _abort(self) -> None:
         """Abort all requests; a coroutine, as the engine's socket belongs to the event loop."""

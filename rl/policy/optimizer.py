@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from math import cos, isfinite, pi
+from math import cos, inf, isfinite, pi
 from typing import Any
 
 import torch
@@ -73,6 +73,14 @@ class ClippedAdamW(torch.optim.AdamW):
             )
         self.zero_grad()
         return norm
+
+    def is_finite(self) -> bool:
+        """Whether weights and moments are, on all ranks."""
+        state = [value for moments in self.moments() for value in moments.values()]
+        largest = get_total_norm(
+            [one.detach() for one in (*self._parameters, *state) if one.numel()], inf
+        )
+        return bool(self._ranks.all_reduce(largest).isfinite())
 
     def moments(self) -> list[dict[str, torch.Tensor]]:
         return [{name: self.state[p][name] for name in MOMENTS} for p in self._parameters]

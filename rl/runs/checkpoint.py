@@ -1,20 +1,18 @@
 """Checkpoints: written completely or not at all, and restored bit-exactly. `step-000010` holds
 `model/`, which transformers and SGLang load as it is, in the compute dtype; `adapter/`, for PEFT
 and SGLang; `training/` (exact fp32 weights and optimizer state, for any number of trainer workers);
-`adapter.pt` (the adapter's state); `random.pt`; `carried.pt` (unfinished groups); and `state.json`.
-`best.json` beside them names the best evaluated one."""
+`adapter.pt` (the adapter's state); `random.pt`; and `state.json`. `best.json` beside them names the
+best evaluated one."""
 
 import dataclasses
 import fcntl
 import json
-import math
 import os
 import random
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from sparrow_sglang.atomic_write import DRAFT_PREFIX, delete_drafts, replacing, write_json
+from sparrow_sglang.atomic_write import delete_drafts, replacing, write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import cut
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import Learner, TrainersLost
-from sparrow_sglang.rl.policy.storage import export
-from sparrow_sglang.rl.types import Group
 from sparrow_sglang.run_folder import METRICS_FILE
 
 _BEST = "best.json"
-_CARRIED = "carried.pt"
 _RANDOM = "random.pt"
 _STATE = "state.json"
 _FORMAT = 1
@@ -51,7 +45,6 @@ _FREE = (
     "checkpoint",
     "logging",
     "evaluation",
-    "algorithm.kl_coefficient",
     "model.gradient_checkpointing",
     "model.micro_batch_tokens",
     "optimizer.decay",
@@ -73,23 +66,15 @@ _OF_A_MIX = re.compile(r"^task\.options\.[^.]+\.")
 
 @dataclass
 class State:
-    """Where a run stands, besides its weights. `replaced` counts prompts used to replace groups,
-    `tokens` response tokens sampled; `prompts` is the fingerprint of the training prompts.
-    `lowest_rewards` are those of each task, at most 0."""
+    """Where a run stands besides its weights. `metrics` are those of its last step. `tokens` counts
+    response tokens sampled; `prompts` is the fingerprint of the training prompts. `lowest_rewards`
+    are those of each task, at most 0."""
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    replaced: int = 0
     tokens: int = 0
     prompts: str = ""
-    carried: tuple[Group, ...] = ()
     lowest_rewards: dict[str, float] = field(default_factory=dict)
-
-    def advance(self, tokens: int, replaced: int, carried: tuple[Group, ...]) -> None:
-        self.step += 1
-        self.tokens += tokens
-        self.replaced += replaced
-        self.carried = carried
 
 
 @contextmanager
@@ -113,9 +98,12 @@ def owned(run_dir: Path) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run, of which the newest `keep` stay, and the best evaluated one."""
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    def __init__(self, run_dir: Path, keep: int, evaluated: str = "") -> None:
+        """`evaluated` is a fingerprint of what evaluations measure, "" without any: rates on other
+        prompts do not compare."""
         self._folder = run_dir / "checkpoints"
         self._keep = keep
+        self._evaluated = evaluated
 
     def newest(self) -> Path | None:
         return next(reversed(self._complete()), None)
@@ -129,11 +117,13 @@ class Checkpoints:
             raise InputError(
                 f"{path} is damaged: delete it, and the next evaluation counts as the best"
             ) from None
-        return best
+        same = self._evaluated in ("", best.get("evaluated", self._evaluated))
+        return best if same else {}
 
     def set_best(self, step: int, pass_rate: float) -> None:
         self._folder.mkdir(exist_ok=True)
-        write_json(self._folder / _BEST, {"step": step, "pass_rate": pass_rate})
+        best = {"step": step, "pass_rate": pass_rate, "evaluated": self._evaluated}
+        write_json(self._folder / _BEST, best)
         self._delete_old()
 
     def begin(self, config: TrainConfig, resume: bool, prompts: str) -> Path | None:
@@ -165,19 +155,16 @@ class Checkpoints:
 
     def save(self, learner: Learner, tokenizer: Any, config: TrainConfig, state: State) -> Path:
         """Write a checkpoint, and delete all but the newest `keep` and the best. Raises `OSError`,
-        and then keeps the older ones."""
+        and `FloatingPointError` on a state that is not finite, and then keeps the older ones."""
         target = self._folder / f"step-{state.step:06d}"
         self._folder.mkdir(parents=True, exist_ok=True)
         delete_drafts(self._folder)
-        with _written(target), replacing(target) as draft:
+        with replacing(target) as draft, _written(draft, target):
             learner.save(draft)
             tokenizer.save_pretrained(draft / "model")
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             torch.save(random_states, draft / _RANDOM)
-            if state.carried:
-                torch.save(state.carried, draft / _CARRIED)
             fields = vars(state) | {"format": _FORMAT, "config": config.model_dump(mode="json")}
-            del fields["carried"]
             write_json(draft / _STATE, fields)
             _follow_umask(draft)
         self._delete_old()
@@ -186,7 +173,7 @@ class Checkpoints:
     def _delete_old(self) -> None:
         best = self.best().get("step")
         for old in self._complete()[: -self._keep]:
-            if _step_of(old) != best:
+            if step_of(old) != best:
                 shutil.rmtree(old)
 
     def restore(self, folder: Path, learner: Learner) -> State:
@@ -197,9 +184,6 @@ class Checkpoints:
             # `weights_only=False`, as these include pickled Python objects; the files were written
             # by `save`.
             python, numpy, torch_state = torch.load(folder / _RANDOM, weights_only=False)
-            carried = folder / _CARRIED
-            if carried.exists():
-                fields["carried"] = torch.load(carried, weights_only=False)
             state = State(**fields)
             learner.restore(folder)
         random.setstate(python)
@@ -207,12 +191,15 @@ class Checkpoints:
         torch.set_rng_state(torch_state)
         return state
 
+    def steps(self) -> list[int]:
+        return [step_of(folder) for folder in self._complete()]
+
     def _complete(self) -> list[Path]:
         folders = [path for path in self._folder.glob("step-*") if path.name[5:].isdigit()]
-        return sorted(folders, key=_step_of)
+        return sorted(folders, key=step_of)
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
@@ -225,66 +212,61 @@ def _follow_umask(folder: Path) -> None:
             path.chmod(0o666 & ~mask)
 
 
-def try_checkpoint(
-    config: TrainConfig, model: PreTrainedModel, model_path: str, tokenizer: Any
-) -> None:
-    """Write and read back a checkpoint of `model`, on no device, with a single weight. Raises
-    `InputError` if that fails, or if the disk has no room for the run's checkpoints."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+def require_space(config: TrainConfig, parameters: int) -> None:
+    """Raises `InputError` if the disk has no room for the checkpoints of the steps to come."""
     folder = next(
         path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists()
     )
-    _require_space(config, folder, parameters)
-    try:
-        with suppress(OSError):
-            model.generation_config = GenerationConfig.from_pretrained(model_path)
-        with tempfile.TemporaryDirectory(prefix=DRAFT_PREFIX, dir=folder) as draft:
-            name, weight = next(iter(model.named_parameters()))
-            weights = {name: torch.zeros(1, dtype=weight.dtype)}
-            export(model, weights, weight.dtype, Path(draft))
-            tokenizer.save_pretrained(draft)
-            AutoConfig.from_pretrained(draft)
-            AutoTokenizer.from_pretrained(draft)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise InputError(
-            f"model.path={config.model.path!r}: a checkpoint of it in {folder} cannot be written"
-            f" and read again ({cut(reason)})"
-        ) from error
-
-
-def _require_space(config: TrainConfig, folder: Path, parameters: int) -> None:
     # Weights, moments and the exported weights, in fp32 at most.
     size = 16 * parameters
-    existing = len(list((config.run_dir / "checkpoints").glob("step-*")))
-    intervals = [n for n in (config.checkpoint.every_steps, config.evaluation.every_steps) if n]
-    both, steps = len(intervals) == 2, config.steps - 1
-    written = 1 + sum(steps // n for n in intervals) - both * (steps // math.lcm(*intervals))
-    # The newest, the one being written, and the best, where newer ones may follow it.
-    kept = config.checkpoint.keep + 1 + both
-    needed = max(1, min(kept - existing, written)) * size
+    existing = Checkpoints(config.run_dir, config.checkpoint.keep).steps()
+    every, evaluated = config.checkpoint.every_steps, config.evaluation.every_steps
+    keep, on_disk, most = config.checkpoint.keep, list(existing), 0
+    for step in range(max(existing, default=0) + 1, config.steps + 1):
+        regular = every and (step < every or step % every == 0)
+        if regular or step == config.steps or (evaluated and step % evaluated == 0):
+            on_disk.append(step)
+            most = max(most, len(on_disk))
+            # One that was evaluated may be the best, where not only better ones are written.
+            best = [one for one in on_disk[:-keep] if every and evaluated and one % evaluated == 0]
+            on_disk = best[:1] + on_disk[-keep:]
+    needed = max(0, most - len(existing)) * size
     free = shutil.disk_usage(folder).free
     if needed > free:
-        fewer = f"a lower checkpoint.keep than {config.checkpoint.keep}, or "
+        fewer = f"a lower checkpoint.keep than {keep}, or "
         raise InputError(
             f"run_dir={str(config.run_dir)!r}: {free / 2**30:.1f} GiB are free there, and"
             f" checkpoints of {size / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected"
-            f" {fewer if config.checkpoint.keep > 1 else ''}another disk"
+            f" {fewer if keep > 1 else ''}another disk"
         )
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[None]:
+def _written(draft: Path, folder: Path) -> Iterator[None]:
     """Turn any error into `OSError`: torch raises many, none of which mentions a full disk."""
     try:
         yield
     except TrainersLost:
         raise
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{folder} is not written: {error}") from None
     except (Exception, dcp.api.CheckpointException) as error:
-        free = shutil.disk_usage(folder.parent).free / 2**20
+        files = [path for path in draft.rglob("*") if path.is_file()]
+        last = max(files, key=os.path.getmtime, default=draft)
+        why = _why_full(last) if files else None
         raise OSError(
-            f"{folder} cannot be written ({_reason(error)}); {free:,.0f} MiB are free there"
+            f"{folder / last.relative_to(draft)} cannot be written ({why or _reason(error)})"
         ) from error
+
+
+def _why_full(file: Path) -> str | None:
+    """Why the file of a draft cannot grow, as on a full disk; None if it can."""
+    try:
+        with open(file, "ab") as grown:
+            grown.write(bytes(2**20))
+    except OSError as error:
+        return f"{error.strerror}; {shutil.disk_usage(file).free / 2**20:,.0f} MiB are free there"
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -8,14 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparrow_sglang.atomic_write import write_text
-from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, TAIL, collapse_alarm
+from sparrow_sglang.atomic_write import naming, write_text
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.rl.acceptance import MIN_PROMPTS
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.rl.types import Group, Rewards
-from sparrow_sglang.run_folder import EVALUATIONS_FILE, METRICS_FILE, RESPONSES_FILE, read_rows
+from sparrow_sglang.run_folder import (
+    ENTROPY,
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    RESPONSES_FILE,
+    TAIL,
+    read_rows,
+)
 from sparrow_sglang.schedules.schedule import DENSE
 
 # Rows of metrics.jsonl and of evaluations.jsonl that belong to an evaluation have one of these.
@@ -48,7 +54,10 @@ class RunLog:
     `first` and later, which a killed run wrote after its last checkpoint, are dropped. An
     evaluation of the weights that the run resumes from is kept until they are evaluated again."""
 
-    def __init__(self, config: TrainConfig, first: int) -> None:
+    def __init__(
+        self, config: TrainConfig, first: int, last: Mapping[str, float] | None = None
+    ) -> None:
+        """`last` are metrics of step `first` - 1, which a full disk may have kept from the file."""
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         self._dense = config.engine.schedule == DENSE
@@ -56,10 +65,12 @@ class RunLog:
         # An evaluation after no step is dropped: without a checkpoint, a run may start again with
         # another model.
         evaluations = first + 1 if first else 0
-        self._rows = _drop_rows(self._path, first, evaluations)
+        _drop_rows(self._path, first, evaluations)
         _drop_rows(self._path.with_name(RESPONSES_FILE), first, first)
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), first, evaluations)
         self._path.touch()
+        if last and first - 1 not in recorded_steps(config.run_dir):
+            self.append(METRICS_FILE, first - 1, [last])
         self._tensorboard: Any = None
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -73,8 +84,9 @@ class RunLog:
 
     def append(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to the file `name`, each with its step; flushed to the disk."""
+        path = self._path.with_name(name)
         if rows:
-            with open(self._path.with_name(name), "a", encoding="utf-8") as file:
+            with naming(path), open(path, "a", encoding="utf-8") as file:
                 file.write(_json_lines([{"step": step, **row} for row in rows]))
                 file.flush()
                 os.fsync(file.fileno())
@@ -94,10 +106,6 @@ class RunLog:
             write_text(self._path.with_name("skipped_rows.jsonl"), _json_lines(rows))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if ENTROPY in metrics and TAIL in metrics:
-            self._rows.append(metrics)
-            alarm = collapse_alarm(self._rows)
-            metrics = dict(metrics) | ({} if alarm is None else {ALARM: float(alarm)})
         self.append(METRICS_FILE, step, [metrics])
         if self._tensorboard is not None:
             for name, value in metrics.items():
@@ -138,11 +146,6 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], dense: bool =
         short = f" ({judged:.0f} of {MIN_PROMPTS} prompts measured)" if judged < MIN_PROMPTS else ""
         facts.append(f"adapter scale {metrics['sparrow/distill_scale']:g}{short}")
     facts.append(f"{metrics['sparrow/rollout_tokens_per_s']:.0f} tokens/s")
-    if metrics.get(ALARM):
-        facts.append(
-            "ALARM: entropy and reward have fallen while the tail rose, the policy may be"
-            " collapsing"
-        )
     failed = sum(metrics.get(name, 0.0) for name in FAILURES.values())
     if failed:
         facts.append(f"{failed:.0f} rewards failed")
@@ -198,14 +201,19 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def _drop_rows(path: Path, first: int, evaluations: int) -> list[Mapping[str, float]]:
-    """Keeps and returns the rows of steps before `first`, of evaluations before `evaluations`."""
+def recorded_steps(run_dir: Path) -> set[int]:
+    """The training steps whose metrics are in the folder of a run."""
+    rows = read_rows(run_dir / METRICS_FILE)
+    return {row["step"] for row in rows if not row.keys() & _EVALUATED}
+
+
+def _drop_rows(path: Path, first: int, evaluations: int) -> None:
+    """Keeps the rows of steps before `first`, and of evaluations before `evaluations`."""
     if not path.exists():
-        return []
-    kept: list[Mapping[str, float]] = [
+        return
+    kept = [
         row
         for row in read_rows(path)
         if row["step"] < (evaluations if row.keys() & _EVALUATED else first)
     ]
     write_text(path, _json_lines(kept))
-    return kept

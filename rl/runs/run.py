@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -16,14 +16,17 @@ from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
 from sparrow_sglang.rl.learner import Learner, LocalLearner, TrainersLost
-from sparrow_sglang.rl.rollout import Callbacks, RolloutEngine, Sampling
-from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned
-from sparrow_sglang.rl.runs.log import RunLog
+from sparrow_sglang.rl.rollout import OnFinished, RolloutEngine, Sampling
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned, step_of
+from sparrow_sglang.rl.runs.log import RunLog, recorded_steps
 from sparrow_sglang.rl.runs.setup import Setup
 from sparrow_sglang.rl.tasks.rewards import RewardPool
-from sparrow_sglang.rl.types import Group
+from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+
+EARLY_S = 600.0
+"""Time between checkpoints before the first of `checkpoint.every_steps` steps."""
 
 AGAIN_S = 1.0
 """A SIGINT so soon after another is not a second one: commands that run a process forward theirs,
@@ -103,16 +106,19 @@ class Run:
     saved: int
     _adapter: str | None = None
     _updating: bool = False
+    _saved_at: float = field(default_factory=time.monotonic)
 
     @property
     def prompts_used(self) -> int:
         """By all steps so far."""
-        return self.state.step * self.config.rollout.prompts_per_step + self.state.replaced
+        return self.state.step * self.config.rollout.prompts_per_step
 
     def load_actor(self) -> None:
         self._adapter = self.learner.deliver(self.engine, str(self.state.step), adapted=True)
 
-    def stream(self, groups: Sequence[Group], callbacks: Callbacks) -> Iterator[tuple[int, Group]]:
+    def stream(
+        self, prompts: Sequence[Prompt], on_finished: OnFinished
+    ) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine.stream`; the engine has released its memory afterwards."""
         settings = self.config.rollout
         sampling = Sampling(
@@ -121,7 +127,8 @@ class Run:
             adapter=self._adapter,
             timeout_s=settings.timeout_s,
         )
-        yield from self.engine.stream(groups, sampling, callbacks)
+        samples = settings.samples_per_prompt
+        yield from self.engine.stream(prompts, samples, sampling, on_finished)
         self.engine.release()
 
     @contextmanager
@@ -139,7 +146,24 @@ class Run:
         self.log.progress.show("checkpoint")
         with self.termination.held_back("checkpoint"):
             self.checkpoints.save(self.learner, self.setup.tokenizer, self.config, state)
-            self.saved = state.step
+            self.saved, self._saved_at = state.step, time.monotonic()
+
+    def save_if_due(self) -> None:
+        every, step = self.config.checkpoint.every_steps, self.state.step
+        early = step == 1 or time.monotonic() - self._saved_at >= EARLY_S
+        if every and (step % every == 0 or (step < every and early)):
+            self.save()
+
+    def save_after(self, error: BaseException) -> None:
+        """Save the state if it is whole. Raises `FloatingPointError` for one that ended the run,
+        with the checkpoint to go on from."""
+        try:
+            self.save()
+        except (TrainersLost, OSError, FloatingPointError) as unsaved:
+            error.__cause__ = unsaved
+        if isinstance(error, FloatingPointError):
+            last = self.checkpoints.newest() or "none"
+            raise FloatingPointError(f"{error}; the last checkpoint: {last}") from error
 
     def keep_if_best(self, pass_rate: float) -> None:
         best = self.checkpoints.best()
@@ -153,8 +177,10 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
     """Opens a run where its newest checkpoint left it; saves it at the end, also if it ends early,
     unless by `TrainersLost`. Raises `InputError` if `config.run_dir` is in use or not resumable."""
     with owned(config.run_dir), termination_signals() as termination, ExitStack() as opened:
-        checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
+        checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep, setup.evaluated)
         newest = checkpoints.begin(config, resume, setup.fingerprint)
+        if resume:
+            print(_start_line(config.run_dir, newest), flush=True)
         if config.cluster is None:
             learner: Learner = LocalLearner.load(config)
         else:
@@ -176,7 +202,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             state.lowest_rewards,
         )
         opened.enter_context(reward_workers)
-        log = opened.enter_context(closing(RunLog(config, taken)))
+        log = opened.enter_context(closing(RunLog(config, taken, state.metrics)))
         for note in setup.notes:
             log.progress.print_line(note)
         log.write_skipped([asdict(row) for row in setup.task.skipped])
@@ -192,16 +218,25 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         run = Run(*parts, state, saved=taken)
         try:
             yield run
+            run.save()
         except TrainersLost:
             # There is nothing left to save.
             raise
         except BaseException as error:
-            try:
-                run.save()
-            except (TrainersLost, OSError) as unsaved:
-                raise error from unsaved
+            run.save_after(error)
             raise
-        run.save()
+
+
+def _start_line(run_dir: Path, newest: Path | None) -> str:
+    """Where a resumed run starts, and what it drops."""
+    first = 0 if newest is None else step_of(newest)
+    later = [step for step in recorded_steps(run_dir) if step >= first]
+    dropped = f"; drops the records of {len(later)} steps from step {first} on" if later else ""
+    if newest is not None:
+        return f"resuming after {first} steps from {newest}{dropped}"
+    if later:
+        return f"resuming: {run_dir} has no checkpoint, so the run begins again{dropped}"
+    return f"resuming: {run_dir} is new, so the run begins at step 0"
 
 
 def record_start(

@@ -41,7 +41,8 @@ class Setup:
     """`train` and `heldout` hold no prompts that are too long; `heldout` is by set, "" for a single
     one, empty without evaluation. `schedule` is None for dense and lossless rollouts. `engine` has
     "auto" replaced by the schedule's name, and the arguments of lossless decoding. `notes` are
-    printed at the start; `fingerprint` is that of the training prompts."""
+    printed at the start; `fingerprint` is that of the training prompts, `evaluated` that of what
+    evaluations measure."""
 
     model_path: str
     tokenizer: Any
@@ -52,11 +53,12 @@ class Setup:
     engine: EngineConfig
     notes: tuple[str, ...]
     fingerprint: str
+    evaluated: str
 
 
-def check(config: TrainConfig) -> None:
-    """Checks within a second, before torch is imported, without a model. Raises as `prepare`."""
-    _check_settings(config)
+def check_settings(config: TrainConfig) -> None:
+    """Checks within a second, before torch is imported, without a model. Raises as `check`."""
+    _check_values(config)
     if config.engine.schedule != AUTO:
         _schedule(config, None)
     if ":" in config.task.name:
@@ -71,7 +73,7 @@ def check(config: TrainConfig) -> None:
         logging.disable(logging.NOTSET)
 
 
-def _check_settings(config: TrainConfig) -> None:
+def _check_values(config: TrainConfig) -> None:
     if config.logging.tensorboard and find_spec("tensorboard") is None:
         raise InputError(
             "logging.tensorboard=true: tensorboard is not installed; install sparrow-sglang[rl]"
@@ -96,9 +98,9 @@ def _check_settings(config: TrainConfig) -> None:
         )
 
 
-def prepare(config: TrainConfig) -> Setup:
+def check(config: TrainConfig) -> Setup:
     """Raises `InputError`, `ScheduleError` or `ModelError` on what does not exist or fit."""
-    _check_settings(config)
+    _check_values(config)
     model_path = model_folder(config.model.path)
     tokenizer, model_config = _load_configs(config, model_path)
     schedule = _schedule(config, model_config)
@@ -116,7 +118,7 @@ def prepare(config: TrainConfig) -> Setup:
     folder = Path(model_path)
     if folder.is_dir() and (problem := missing_weights(folder)):
         raise InputError(f"model.path: {problem}")
-    _check_model(config, model_path, model_config, tokenizer)
+    _check_model(config, model_path, model_config)
     engine = config.engine
     if engine.lossless:
         drafts = {"speculative_algorithm": LOSSLESS} | engine.server_args
@@ -146,6 +148,7 @@ def prepare(config: TrainConfig) -> Setup:
         engine,
         tuple(notes),
         _fingerprint(train),
+        _evaluated(config, heldout),
     )
 
 
@@ -215,11 +218,20 @@ def _short_enough(which: str, prompts: Sequence[Prompt], config: TrainConfig) ->
     return short
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    digest = hashlib.sha256()
+def _fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:
+    digest = hashlib.sha256(settings.encode())
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.task, prompt.input_ids)).encode())
     return digest.hexdigest()
+
+
+def _evaluated(config: TrainConfig, heldout: Mapping[str, Sequence[Prompt]]) -> str:
+    if not heldout:
+        return ""
+    settings = config.evaluation.model_dump(exclude={"every_steps"})
+    count = config.evaluation.prompts or None
+    prompts = [one for in_set in heldout.values() for one in in_set[:count]]
+    return _fingerprint(prompts, repr((settings, config.evaluation_tokens, list(heldout))))
 
 
 def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
@@ -235,13 +247,13 @@ def _schedule(config: TrainConfig, model_config: Any) -> BudgetSchedule | None:
         raise ScheduleError(f"engine.schedule: {error}") from None
 
 
-def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokenizer: Any) -> None:
+def _check_model(config: TrainConfig, model_path: str, model_config: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     from sparrow_sglang.rl.distill import require_modules
     from sparrow_sglang.rl.policy.dense_policy import unsupported
-    from sparrow_sglang.rl.runs.checkpoint import try_checkpoint
+    from sparrow_sglang.rl.runs.checkpoint import require_space
 
     try:
         with torch.device("meta"):
@@ -252,7 +264,7 @@ def _check_model(config: TrainConfig, model_path: str, model_config: Any, tokeni
         raise InputError(f"model.path={config.model.path!r}: {problem}")
     if config.distill.enabled:
         require_modules(model, config.distill.target_modules)
-    try_checkpoint(config, model, model_path, tokenizer)
+    require_space(config, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _check_context(config: TrainConfig, model_config: Any) -> None:

@@ -179,12 +179,6 @@ class Scoring:
         self._groups.append(group)
         return len(self._groups) - 1
 
-    def rewards(self, number: int) -> Rewards | None:
-        """Rewards of a group, None until all of its jobs are done."""
-        if not all(job.done() for _, job in self._jobs[number]):
-            return None
-        return self._scored(number, Counter())[0]
-
     def wait(self) -> None:
         """For `total_timeout_s` at most; raises `RewardsFailed`."""
         jobs = set(self.jobs) - self._late

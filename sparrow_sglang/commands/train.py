@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.rl.config import TrainConfig, commented_defaults
-from sparrow_sglang.rl.runs.setup import check
+from sparrow_sglang.rl.runs.setup import check_settings
 from sparrow_sglang.run_folder import METRICS_FILE
 from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, resolved
 
@@ -60,24 +60,24 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise InputError("CONFIG.toml is missing; sparrow train --defaults prints one")
     config = TrainConfig.load(args.config, args.settings)
-    check(config)
+    check_settings(config)
     require_reachable(config.model.path, "model.path")
     if args.check:
-        return _check_all(config, args)
+        return _check(config, args)
     try:
         return _train(config, args)
     except KeyboardInterrupt:
         return _print_state(config, "stopped", 130)
 
 
-def _check_all(config: TrainConfig, args: argparse.Namespace) -> int:
+def _check(config: TrainConfig, args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from sparrow_sglang.rl.runs.checkpoint import Checkpoints
-    from sparrow_sglang.rl.runs.setup import prepare
+    from sparrow_sglang.rl.runs.setup import check
 
     logging.disable_progress_bar()
-    setup = prepare(config)
+    setup = check(config)
     notes = [*setup.notes, *_check_engine(setup)]
     checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep)
     checkpoints.starting_point(config, args.resume, setup.fingerprint)

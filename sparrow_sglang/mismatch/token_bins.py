@@ -1,7 +1,6 @@
 """Which response tokens an acceptance tail counts, and the bin of positions that each belongs to.
 Audit, calibration and training count by the same rule, so that their tails can be compared."""
 
-from collections.abc import Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -20,21 +19,19 @@ def token_bins(
     schedule: BudgetSchedule,
     prompt_tokens: int,
     response_tokens: int,
-    prefilled: Iterable[int] = (0,),
 ) -> NDArray[np.int64]:
     """The bin of each response token, int64 [response_tokens]; `NOT_COUNTED` where none.
 
     Only tokens of sparse decode steps count: where the budget holds all cached tokens, decode is
     dense. A token belongs to the bin of the budget that its step has read. Bins are
-    `tail_bin_tokens(schedule)` positions wide, and continue beyond the schedule's last one.
-    `prefilled` are indices of response tokens that no decode step has sampled: the first one, the
-    first one of each further request that continued the response, and inserted tokens.
+    `tail_bin_tokens(schedule)` positions wide, and continue beyond the schedule's last one. The
+    first token does not count: no decode step has sampled it.
     """
     # The decode step that samples the token at position p attends to p cached tokens.
     cached = np.arange(prompt_tokens, prompt_tokens + response_tokens)
     bins = bins_of_lengths(cached, tail_bin_tokens(schedule), schedule.page_size)
     bins[schedule.tokens_read(cached) == cached] = NOT_COUNTED
-    bins[[index for index in prefilled if index < response_tokens]] = NOT_COUNTED
+    bins[:1] = NOT_COUNTED
     return bins
 
 

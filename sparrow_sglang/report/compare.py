@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from sparrow_sglang.command_line import table
-from sparrow_sglang.mismatch.collapse import ENTROPY, REWARD, TAIL
 from sparrow_sglang.report.page import flat, number
 from sparrow_sglang.report.sources import GAP, PASS_RATE, ReportError, Row, Run, Sources, read_run
+from sparrow_sglang.run_folder import ENTROPY, REWARD, TAIL
 
 _Means = tuple[float | None, float | None]
 _COMPARED = {

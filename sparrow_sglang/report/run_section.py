@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from sparrow_sglang.mismatch.collapse import ALARM, ENTROPY, REWARD, TAIL
 from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
 from sparrow_sglang.report.page import (
     INK,
@@ -22,7 +21,7 @@ from sparrow_sglang.report.page import (
     versions,
 )
 from sparrow_sglang.report.sources import PASS_RATE, Row, Run, read_run, reading
-from sparrow_sglang.run_folder import RESPONSES_FILE, read_rows
+from sparrow_sglang.run_folder import ENTROPY, RESPONSES_FILE, REWARD, TAIL, read_rows
 
 _TAIL_OF_BIN = f"{TAIL}_bin"
 _SHOWN_STEPS = 40
@@ -109,9 +108,6 @@ def _run_facts(run: Run) -> list[tuple[str, str]]:
         if target and (below := sum(tail < target for tail in tails.values())):
             judged = f"BELOW the target {target:g} in {below:,} of {len(tails):,} steps"
         facts.append(("lowest tail", f"{number(tails[lowest], 3)} at step {lowest}; {judged}"))
-    if alarms := [step for step, alarm in run.curve(ALARM).items() if alarm]:
-        steps = f"{len(alarms):,} steps, the first is {alarms[0]:,}"
-        facts.append(("ALARM, the policy may be collapsing", steps))
     if skipped := sum(run.curve("actor/skipped_steps").values()):
         facts.append(("optimizer steps skipped, gradient not finite", f"{skipped:,.0f}"))
     return facts

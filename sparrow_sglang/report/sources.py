@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.mismatch.collapse import REWARD
-from sparrow_sglang.run_folder import METRICS_FILE, RUN_FILE, read_rows, read_starts
+from sparrow_sglang.run_folder import METRICS_FILE, REWARD, RUN_FILE, read_rows, read_starts
 
 Row = Mapping[str, Any]
 PASS_RATE = "eval/pass_rate"

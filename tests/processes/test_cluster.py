@@ -117,8 +117,7 @@ def test_a_cluster_reports_and_saves_what_one_process_does(
     cluster: Cluster, model: str, tmp_path: Path
 ) -> None:
     """An engine of two GPUs reads the weights of two trainers."""
-    algorithm = {"kl_coefficient": 0.1}
-    one, many = (settings(model, tmp_path / name, algorithm=algorithm) for name in ("one", "many"))
+    one, many = (settings(model, tmp_path / name) for name in ("one", "many"))
     trainer.train(one)
     parts = {"trainers": 2, "engines": 1, "gpus_per_engine": 2, "colocate": True}
     many = TrainConfig.parse(many.model_dump() | {"cluster": parts})

@@ -57,11 +57,6 @@ class AtOnce:
         self._rewards.append(tuple(rewards))
         return len(self._rewards) - 1
 
-    def rewards(self, number: int) -> Rewards:
-        return self._rewards[number]
-
-    def wait(self) -> None: ...
-
     def scores(self, numbers: Sequence[int]) -> Scores:
         return Scores(tuple(self._rewards[number] for number in numbers))
 

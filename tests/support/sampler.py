@@ -1,14 +1,15 @@
 """A stand-in for rollout engines that samples with transformers."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl.rollout import NO_CALLBACKS, Callbacks, RolloutEngine, Sampling
+from sparrow_sglang.rl.rollout import OnFinished, RolloutEngine, Sampling, ignore
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 8
@@ -26,20 +27,24 @@ class Sampler(RolloutEngine):
         self.version = ""
 
     def stream(
-        self, groups: Sequence[Group], sampling: Sampling, callbacks: Callbacks = NO_CALLBACKS
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finished: OnFinished = ignore,
+        more_prompts: Callable[[bool], Sequence[Prompt] | None] = lambda idle: (),
     ) -> Iterator[tuple[int, Group]]:
         self.entropies.clear()
-        asked, position = list(groups), 0
-        while position < len(asked) or self._added(asked, callbacks):
-            prompt, samples = asked[position].prompt, range(len(asked[position].rollouts))
-            yield position, Group(prompt, tuple(self._sample(prompt, i, sampling) for i in samples))
-            callbacks.on_finished(len(samples))
+        waiting, position = deque(prompts), 0
+        while waiting or (more := more_prompts(True)):
+            waiting.extend(() if waiting else more or ())
+            prompt = waiting.popleft()
+            yield (
+                position,
+                Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))),
+            )
+            on_finished(n)
             position += 1
-
-    def _added(self, asked: list[Group], callbacks: Callbacks) -> bool:
-        more = callbacks.more_groups(True)
-        asked.extend(more)
-        return bool(more)
 
     @torch.no_grad()
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:

@@ -1,6 +1,5 @@
 """Shared by the tests of training: prompts, engine arguments, run settings, expected log-probs."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import ascii_task
@@ -10,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from engines import random_prompt
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", "test", tuple(random_prompt(i, 70 + 9 * i))) for i in range(3)]
 # Reads every page of the tests' sequences, so that sparse decode is dense decode.
@@ -66,12 +65,7 @@ def transformers_logprobs(model, rollout, temperature: float = 1.0) -> np.ndarra
     ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     start = len(rollout.prompt_ids)
     logits = model(ids).logits[0, start - 1 : -1].double() / temperature
-    logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, start:, None])[:, 0].numpy()
-    return np.concatenate([logprobs[part.start : part.end] for part in rollout.segments])
-
-
-def begun(prompts: Sequence[Prompt], samples: int) -> list[Group]:
-    return [Group.begun(prompt, samples) for prompt in prompts]
+    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, start:, None])[:, 0].numpy()
 
 
 def error(model, groups) -> float:

@@ -9,15 +9,14 @@ import psutil
 import pytest
 import torch
 from engines import SCHEDULE
-from oracle import FP32, ContractModel
-from training import ALL, PROMPTS, SERVER_ARGS, begun, error, transformers_logprobs
+from oracle import FP32
+from training import ALL, PROMPTS, SERVER_ARGS, error, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.benchmarks.rollout import make_requests, replay
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
 from sparrow_sglang.rl.metrics import round_metrics
-from sparrow_sglang.rl.rollout import Callbacks, EngineDied, Sampling
-from sparrow_sglang.rl.types import ABORTED
+from sparrow_sglang.rl.rollout import EngineDied, Sampling
 from sparrow_sglang.schedules.schedule import DENSE
 
 SAMPLING = Sampling(max_new_tokens=60)
@@ -90,15 +89,15 @@ def test_log_probs_are_those_of_the_tempered_distribution(engine, model, tempera
 
 
 def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
-    """Prompts are added while groups are under way, and when the last group is complete."""
+    """Prompts are added while groups are in flight, and when the last group is complete."""
     for last in (False, True):
-        more, complete = begun([PROMPTS[1], PROMPTS[0]], 2), []
+        more, complete = [PROMPTS[1], PROMPTS[0]], []
 
-        def more_groups(idle, last=last, more=more, complete=complete) -> list:
+        def more_prompts(idle, last=last, more=more, complete=complete) -> list:
             return [more.pop()] if more and (not last or len(complete) == 4 - len(more)) else []
 
-        callbacks = Callbacks(more_groups=more_groups)
-        for position, group in engine.stream(begun(PROMPTS[:2], 2), SAMPLING, callbacks):
+        stream = engine.stream(PROMPTS[:2], 2, SAMPLING, more_prompts=more_prompts)
+        for position, group in stream:
             complete.append((position, group))
         groups = dict(complete)
         assert sorted(position for position, _ in complete) == [0, 1, 2, 3]
@@ -107,9 +106,17 @@ def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
         assert error(model, list(groups.values())) < FP32
 
 
-def test_an_update_may_follow_an_abandoned_rollout(engine, model) -> None:
-    groups = engine.stream(begun(PROMPTS * 4, 2), Sampling(max_new_tokens=200))
-    next(groups)
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_update_may_follow_an_abandoned_rollout(engine, model, stopped) -> None:
+    asked = []
+
+    def more_prompts(idle) -> list | None:
+        asked.append(idle)
+        return None if stopped and len(asked) > 1 else []
+
+    long = Sampling(max_new_tokens=200)
+    groups = engine.stream(PROMPTS * 4, 2, long, more_prompts=more_prompts)
+    assert stopped == (next(groups, None) is None)
     groups.close()
     engine.update_weights(model.state_dict().items(), "9")
     assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
@@ -133,60 +140,6 @@ def test_an_engine_that_finishes_nothing_in_time_counts_as_dead(engine) -> None:
             engine.generate(PROMPTS, 1, replace(SAMPLING, timeout_s=2.0))
     finally:
         scheduler.resume()
-
-
-@pytest.fixture(scope="module")
-def sparse_engine(sharp_llama, tmp_path_factory):
-    path = tmp_path_factory.mktemp("schedule") / "test.json"
-    SCHEDULE.save(path)
-    engine = local_engine(sharp_llama, str(path))
-    yield engine
-    engine.close()
-
-
-def test_stopped_responses_go_on_from_other_weights(sparse_engine, sharp_llama, model, tmp_path):
-    """Each part has the log-probs of the weights and dense prefill that it was sampled from."""
-    changed = scaled(model)
-    changed.save_pretrained(tmp_path)
-    oracles = {"default": ContractModel(sharp_llama, SCHEDULE)}
-    oracles["1"] = ContractModel(str(tmp_path), SCHEDULE)
-    (group,) = sparse_engine.generate(PROMPTS[:1], 1, Sampling(max_new_tokens=20))
-    longer = replace(group, rollouts=(replace(group.rollouts[0], finish_reason=ABORTED),))
-    # One response more than the engine runs at once.
-    asked, done = [longer, *begun([*PROMPTS, *PROMPTS, *PROMPTS[:2]], 1)], []
-    groups, counted = {}, []
-    callbacks = Callbacks(counted.append, should_stop=lambda: bool(done))
-    stream = sparse_engine.stream(asked, Sampling(max_new_tokens=60), callbacks)
-    for position, stopped in stream:
-        groups[position] = stopped
-        done += [position] if stopped.finished else []
-    lengths = [groups[position].tokens for position in range(9)]
-    assert done == [0] and sum(counted) == 1 and lengths[0] == 60
-    assert all(30 < length < 60 for length in lengths[1:7]) and lengths[8] < 30
-    sparse_engine.update_weights(changed.state_dict().items(), "1")
-    left = [groups[position] for position in range(1, 9)]
-    gone_on = dict(sparse_engine.stream(left, Sampling(max_new_tokens=80)))
-    for position in (0, 7):
-        before, after = left[position].rollouts[0], gone_on[position].rollouts[0]
-        assert after.response_ids[: lengths[position + 1]] == before.response_ids
-        assert (len(after.response_ids), after.finish_reason) == (80, "length")
-    for rollout in (groups[0].rollouts[0], gone_on[0].rollouts[0]):
-        assert len(rollout.segments) == 2
-        first = 0
-        for segment, (context, ids) in zip(rollout.segments, rollout.split(), strict=True):
-            assert context + ids == rollout.prompt_ids + rollout.response_ids[: segment.end]
-            logprobs = oracles[segment.weight_version].log_probs(list(context), list(ids))
-            picked = logprobs[range(len(ids)), list(ids)]
-            np.testing.assert_allclose(rollout.logprobs[first : segment.end], picked, atol=FP32)
-            first = segment.end
-        assert first == len(rollout.logprobs)
-    whole = gone_on[0].rollouts[0]
-    assert [segment.weight_version for segment in whole.segments] == ["default", "1"]
-    # The response was neither decoded sparsely throughout nor sampled from the new weights alone.
-    at_once = oracles["1"].log_probs(list(whole.prompt_ids), list(whole.response_ids))
-    picked = at_once[range(80), list(whole.response_ids)].numpy()
-    differs = np.abs(picked - whole.logprobs) > 10 * FP32
-    assert differs[: lengths[1]].any() and differs[lengths[1] :].any()
 
 
 def test_lossless_rollouts_are_those_of_the_weights_that_were_loaded(model, sharp_llama, tmp_path):

@@ -18,7 +18,7 @@ from ascii_task import rows
 from cluster_engine import pids
 from engines import import_for_fork, kill, unused_model_files
 from oracle import FP32
-from training import ALL, PROMPTS, SERVER_ARGS, begun, error, settings
+from training import ALL, PROMPTS, SERVER_ARGS, error, settings
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
@@ -195,7 +195,7 @@ def require_from_both(engines, model, version: str) -> None:
     """Groups are complete, and while one engine stands still the other gives exactly its half."""
     prompts = PROMPTS * 2
     with stopped(family(pids(engines)[1])):
-        groups = engines.stream(begun(prompts, 2), SAMPLING)
+        groups = engines.stream(prompts, 2, SAMPLING)
         first = [next(groups) for _ in range(3)]
     rest = list(groups)
     groups = dict(first + rest)
@@ -218,7 +218,7 @@ def test_after_an_update_both_engines_sample_from_the_new_weights(
 def test_the_death_of_an_engine_ends_the_rollout_with_the_reason(engines) -> None:
     """Runs after the other tests of `engines`, since one engine is missing afterwards."""
     victims = family(pids(engines)[1])
-    stream = engines.stream(begun(MANY, 4), LONG)
+    stream = engines.stream(MANY, 4, LONG)
     next(stream)
     victims[0].kill()
     with pytest.raises(EngineDied, match=rf"engine 1 died: process {victims[0].pid}"):

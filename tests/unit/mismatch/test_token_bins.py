@@ -23,11 +23,3 @@ def test_only_sparse_decode_steps_count_in_the_bin_whose_budget_they_read(schedu
         budget = schedule.budget_at(cached) // schedule.page_size
         expected = pages * schedule.page_size // width if pages > budget else -1
         assert bins[index] == expected, index
-
-
-def test_each_prefilled_token_is_left_out():
-    """A request that continues a response prefills once more; a tool inserts tokens."""
-    one, several = token_bins(GROWING, 130, 60), token_bins(GROWING, 130, 60, (0, 20, 21, 70))
-    changed = [index for index in range(60) if one[index] != several[index]]
-    assert changed == [20, 21]
-    assert (several[changed] == -1).all()

@@ -18,8 +18,8 @@ from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.metrics import kv_metrics
 from sparrow_sglang.rl.runs.log import response_rows
-from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
-from sparrow_sglang.schedules.schedule import DENSE, BudgetSchedule
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
+from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
@@ -77,42 +77,16 @@ def test_mini_batches_hold_each_token_that_teaches_once(count):
     assert count == 1 or [len(sequences) for sequences, _ in parts] == [2, 2]
 
 
-def test_masked_responses_are_in_no_loss_and_keep_their_place():
-    whole = batch([[2, 3], [1, 4]], [[0, 1], [0, 2]])
-    cut = replace(whole.rollouts[1], finish_reason="length")
-    rollouts = (whole.rollouts[0], cut, *whole.rollouts[2:])
-    masked = replace(whole, rollouts=rollouts).masking_truncated()
-    assert masked.in_loss.tolist() == [True, False, True, True]
-    # The others are still compared with the whole group.
-    assert masked.advantages.tolist() == [-0.5] * 2 + [0.0] * 3 + [-1.0] + [1.0] * 4
-    ((sequences, where),) = masked.mini_batches(1)
-    assert where.tolist() == [0, 1, *range(5, 10)]
-    assert [len(response) for _, response in sequences] == [2, 1, 4]
-    rollouts = tuple(replace(rollout, finish_reason="length") for rollout in whole.rollouts)
-    assert list(replace(whole, rollouts=rollouts).masking_truncated().mini_batches(1)) == []
-
-
-def test_kv_tokens_read_are_those_of_the_schedule_that_a_segment_was_decoded_under():
-    segments = tuple(Segment(i * 11, i * 11 + 11, str(i), name) for i, name in enumerate("abc"))
-    one = replace(rollout("0", 0, 160, 33), segments=segments)
-    dense = replace(one, segments=(Segment(0, 33, "0", DENSE),))
-    metrics = kv_metrics([one], BudgetSchedule.fixed(48).model_copy(update={"name": "b"}))
-    # Each segment has ten steps, whose last page is filled up. Schedules "a" and "c" are of earlier
-    # starts.
+def test_kv_tokens_read_are_those_of_the_schedule():
+    one = rollout("0", 0, 171, 11)
+    metrics = kv_metrics([one], BudgetSchedule.fixed(48))
+    # Ten steps, whose last page is filled up.
     lengths = range(172, 182)
     read = [32 + (n - 1) % 16 + 1 for n in lengths]
     assert metrics["sparrow/kv_tokens_read"] == pytest.approx(np.mean(read))
     assert metrics["sparrow/kv_tokens_cached"] == pytest.approx(np.mean(lengths))
-    assert kv_metrics([one], None) == {}
-    assert kv_metrics([dense], None)["sparrow/kv_tokens_read"] == np.mean(range(161, 193))
-
-
-def test_each_segment_has_a_dense_prefill_of_its_own():
-    segments = (Segment(0, 30, "0", "s"), Segment(30, 40, "1", "s"))
-    one = replace(rollout("0", 0, 60, 40), segments=segments)
-    flat = Batch.of([Group(Prompt("0", "t", (1,)), (one, one))], group_advantages([[0, 1]]))
-    assert [(len(context), len(ids)) for context, ids in flat.segments] == [(60, 30), (90, 10)] * 2
-    assert [ids for _, ids in flat.segments[:2]] == [one.response_ids[:30], one.response_ids[30:]]
+    assert kv_metrics([one], None)["sparrow/kv_tokens_read"] == np.mean(lengths)
+    assert kv_metrics([rollout("0", 0, 9, 1)], None) == {}
 
 
 def test_a_part_of_a_batch_keeps_what_belongs_to_its_responses():
@@ -131,9 +105,8 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
     whole = batch([[2] * 6], [[0, 1, 0, 1, 0, 1]])
 
     def retracting(*samples: int) -> Batch:
-        segments = [Segment(0, 2, "0", "s", retracted=index in samples) for index in range(6)]
-        pairs = zip(whole.rollouts, segments, strict=True)
-        return replace(whole, rollouts=tuple(replace(one, segments=(s,)) for one, s in pairs))
+        rollouts = (replace(one, retracted=one.sample in samples) for one in whole.rollouts)
+        return replace(whole, rollouts=tuple(rollouts))
 
     def samples(part: Batch) -> list[int]:
         return [one.sample for one in part.rollouts]
@@ -142,7 +115,7 @@ def test_retracted_responses_are_in_no_part_of_a_batch():
     assert samples(some.sample_evenly(2)) == [1, 4]
     assert samples(some.holdout_of(2)) == [2, 5]
     assert samples(some.holdout_of(9)) == samples(some.sample_evenly(9)) == [1, 2, 4, 5]
-    assert nothing.sample_evenly(2).segments == nothing.holdout_of(2).segments == []
+    assert nothing.sample_evenly(2).rollouts == nothing.holdout_of(2).rollouts == ()
     # If all responses were retracted, nothing is measured and the adapter is not trained.
     config = TrainConfig.parse({"run_dir": "unused", "task": {"name": "story"}})
     learner, schedule = LocalLearner(config, Any, adapter=Any), BudgetSchedule.fixed(48)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import random
 import resource
 import shutil
@@ -13,21 +14,23 @@ import torch
 from engines import random_prompt
 from safetensors.torch import load_file
 from sglang.srt.configs.model_config import _get_and_verify_dtype
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import (
     CheckpointConfig,
+    DistillConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     TaskConfig,
     TrainConfig,
 )
+from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import MOMENTS
-from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, try_checkpoint
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, require_space
 
 SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9), [5, 6])]
 
@@ -141,7 +144,7 @@ def test_held_out_sets_and_the_files_of_a_mix_may_move(tiny_llama, tmp_path):
     ("file", "content"),
     [
         *(("state.json", content) for content in ("{}", "{", None)),
-        *(("random.pt", "x"), ("training/.metadata", None), ("carried.pt", "x")),
+        *(("random.pt", "x"), ("training/.metadata", None)),
     ],
 )
 def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, content):
@@ -162,10 +165,6 @@ def test_a_generation_config_that_transformers_does_not_save_survives(byte_model
     """Many fine-tunes have a temperature without do_sample, which `save_pretrained` refuses."""
     source = shutil.copytree(byte_model, tmp_path / "model")
     (source / "generation_config.json").write_text(json.dumps(wrong | {"do_sample": False}))
-    model = AutoModelForCausalLM.from_pretrained(source)
-    try_checkpoint(
-        config(tmp_path / "run"), model, str(source), AutoTokenizer.from_pretrained(source)
-    )
     trained = policy(str(source), "float32")
     folder = Checkpoints(tmp_path / "run", keep=1).save(
         learner(trained), Tokenizer(), config(tmp_path / "run"), State(1)
@@ -174,21 +173,21 @@ def test_a_generation_config_that_transformers_does_not_save_survives(byte_model
     assert all(getattr(saved, name) == value for name, value in wrong.items())
 
 
-def test_a_checkpoint_is_tried_before_the_run(byte_model, tmp_path, monkeypatch):
-    model = AutoModelForCausalLM.from_pretrained(byte_model)
-    run = config(tmp_path / "new" / "run")
+def needs(run: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Checkpoints of a byte per weight and moment that must fit on the disk."""
 
-    class Unwritable(Tokenizer):
-        def save_pretrained(self, folder: Path) -> None:
-            raise TypeError("is not JSON serializable")
+    def has_room(count: int) -> bool:
+        usage = shutil.disk_usage(run.run_dir.parent)._replace(free=16 * count)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: usage)
+            try:
+                require_space(run, 1)
+            except InputError as error:
+                assert "are free there" in str(error)
+                return False
+        return True
 
-    with pytest.raises(InputError, match="written and read again .TypeError: is not JSON"):
-        try_checkpoint(run, model, byte_model, Unwritable())
-    full = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(InputError, match="0.0 GiB are free there, .* lower checkpoint.keep than 2"):
-        try_checkpoint(run, model, byte_model, AutoTokenizer.from_pretrained(byte_model))
-    assert not run.run_dir.exists() and not list(tmp_path.iterdir())
+    return next(count for count in range(99) if has_room(count))
 
 
 @pytest.mark.parametrize(
@@ -197,10 +196,9 @@ def test_a_checkpoint_is_tried_before_the_run(byte_model, tmp_path, monkeypatch)
      (40, 15, 10, 1), (40, 10, 0, 2), (45, 20, 0, 2)],
 )  # fmt: skip
 def test_room_is_required_for_as_many_checkpoints_as_are_on_the_disk_at_once(
-    byte_model, tmp_path, monkeypatch, steps, every, evaluated, keep
+    tmp_path, monkeypatch, steps, every, evaluated, keep
 ):
     """By runs whose evaluations get better, worse, or either."""
-    model = AutoModelForCausalLM.from_pretrained(byte_model)
     run = config(tmp_path / "run").model_copy(
         update={
             "steps": steps,
@@ -209,30 +207,32 @@ def test_room_is_required_for_as_many_checkpoints_as_are_on_the_disk_at_once(
         }
     )
     draw, most = random.Random(0), 0
-    for trial in range(60):
+    # Nothing here has to survive a crash.
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    for trial in range(16):
         checkpoints = Checkpoints(tmp_path / str(trial), keep)
         on_disk = tmp_path / str(trial) / "checkpoints"
         due = {step for n in (every, evaluated) if n for step in range(n, steps, n)} | {steps}
+        # Steps that take long are saved one by one before the first of `every`.
+        due |= set(range(1, min(every, steps)))
         for step in sorted(due):
             is_best = bool(evaluated) and step % evaluated == 0 and draw.random() < 0.5
-            if is_best or step == steps or (every and step % every == 0):
+            if is_best or step == steps or (every and (step < every or step % every == 0)):
                 most = max(most, len(list(on_disk.glob("step-*"))) + 1)
                 checkpoints.save(Weightless(), Tokenizer(), run, State(step))
             if is_best:
                 checkpoints.set_best(step, step)
-    each = 16 * sum(parameter.numel() for parameter in model.parameters())
+    assert needs(run, monkeypatch) == most
 
-    def has_room(free: int) -> bool:
-        usage = shutil.disk_usage(tmp_path)._replace(free=free)
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "disk_usage", lambda path: usage)
-            try:
-                try_checkpoint(run, model, byte_model, AutoTokenizer.from_pretrained(byte_model))
-            except InputError:
-                return False
-        return True
 
-    assert has_room(most * each) and not has_room(most * each - 1)
+@pytest.mark.parametrize(
+    ("existing", "room"), [((), 3), ((90,), 1), ((80, 90), 1), ((80,), 2), ((100,), 0), ((70,), 2)]
+)
+def test_a_resumed_run_needs_room_for_the_steps_to_come_only(tmp_path, monkeypatch, existing, room):
+    for step in existing:
+        (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    update = {"steps": 100, "evaluation": EvaluationConfig(every_steps=0)}
+    assert needs(config(tmp_path / "run").model_copy(update=update), monkeypatch) == room
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
@@ -246,10 +246,65 @@ def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        with pytest.raises(OSError, match=r"step-000011 cannot be written \(.*MiB are free there"):
+        match = rf"{folder}/step-000011/model/.* cannot be written \(File too large; .*MiB are free"
+        with pytest.raises(OSError, match=match):
             checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(11))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoints.begin(config(tmp_path), resume=True, prompts="") == folder / "step-000010"
     assert sorted(path.name for path in folder.iterdir()) == names
     checkpoints.restore(folder / "step-000010", learner(copy.copy(trained)))
+
+
+def test_a_full_disk_is_named_with_the_file_that_was_being_written(tiny_llama, tmp_path):
+    """torch hides why a write of the optimizer's state failed."""
+    trained = learner(policy(tiny_llama, "float32"))
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = tmp_path / "checkpoints" / "step-000001"
+    checkpoints.save(trained, Tokenizer(), config(tmp_path), State(1))
+    model, states = ((path / part).rglob("*") for part in ("model", "training"))
+    largest = max(file.stat().st_size for file in model)
+    assert largest < max(file.stat().st_size for file in states) - 2**16
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 2**15, hard))
+    match = "step-000002/training/__0_0.distcp cannot be written .File too large"
+    try:
+        with pytest.raises(OSError, match=match):
+            checkpoints.save(trained, Tokenizer(), config(tmp_path), State(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints.newest() == path
+
+
+@pytest.mark.parametrize("what", ["weight", "moment", "adapter"])
+def test_a_state_that_is_not_finite_never_replaces_one_that_is(sharp_llama, tmp_path, what):
+    trained = policy(sharp_llama, "bfloat16")
+    adapter = SparseAdapter(trained, DistillConfig(enabled=True))
+    whole = LocalLearner(config(tmp_path), trained, adapter)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    kept = checkpoints.save(whole, Tokenizer(), config(tmp_path), State(1))
+    parts = {
+        "weight": next(trained.named_parameters())[2],
+        "moment": trained.optimizer.moments()[-1]["exp_avg_sq"],
+        "adapter": next(
+            value for name, value in trained.model.named_parameters() if "lora" in name
+        ),
+    }
+    with torch.no_grad():
+        parts[what].view(-1)[-1] = torch.inf
+    with pytest.raises(FloatingPointError, match="step-000002 is not written: .* not finite"):
+        checkpoints.save(whole, Tokenizer(), config(tmp_path), State(2))
+    assert checkpoints.newest() == kept and len(list(kept.parent.iterdir())) == 1
+
+
+def test_the_best_evaluation_is_that_of_the_same_held_out_set(tmp_path):
+    first, again = (Checkpoints(tmp_path, 1, evaluated="a") for _ in range(2))
+    other, none = (Checkpoints(tmp_path, 1, evaluated=what) for what in ("b", ""))
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    first.set_best(1, 0.9)
+    assert again.best()["pass_rate"] == none.best()["pass_rate"] == 0.9
+    assert first.steps() == [1, 2] and other.best() == {}
+    # What is no longer the best is as any old checkpoint.
+    other.set_best(2, 0.3)
+    assert other.best()["pass_rate"] == 0.3 and first.best() == {} and other.steps() == [2]

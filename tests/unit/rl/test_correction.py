@@ -13,9 +13,9 @@ from scipy.stats import entropy
 
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import AlgorithmConfig
-from sparrow_sglang.rl.correction import correct
+from sparrow_sglang.rl.correction import correction_metrics, importance_weights
 from sparrow_sglang.rl.metrics import entropy_metrics, mismatch_metrics, rollout_metrics
-from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 # Two responses, whose ratios dense / rollout are 1/2, 4 and 3, 1/10, 1, 6.
 RATIOS = [0.5, 4.0, 3.0, 0.1, 1.0, 6.0]
@@ -24,9 +24,8 @@ ROLLOUT = [math.log(p) for p in (0.2, 0.1, 0.3, 0.9, 0.5, 0.05)]
 DENSE = [r + math.log(x) for r, x in zip(ROLLOUT, RATIOS, strict=True)]
 
 
-def corrected(**settings: Any) -> Any:
-    dense, rollout = (torch.tensor(x, dtype=torch.float64) for x in (DENSE, ROLLOUT))
-    return correct(dense, rollout, LENGTHS, AlgorithmConfig(**settings))
+def logprobs(*values: list[float]) -> list[torch.Tensor]:
+    return [torch.tensor(value, dtype=torch.float64) for value in values]
 
 
 @pytest.mark.parametrize(
@@ -35,50 +34,44 @@ def corrected(**settings: Any) -> Any:
         ({"correction": "none"}, [1, 1, 1, 1, 1, 1]),
         ({"correction": "tis"}, [0.5, 2, 2, 0.1, 1, 2]),
         ({"correction": "tis", "tis_cap": 3.5}, [0.5, 3.5, 3, 0.1, 1, 3.5]),
-        ({"correction": "mask"}, [0.5, 4, 3, 0, 1, 0]),
-        ({"correction": "mask", "mask_low": 0.05, "mask_high": 2.0}, [0.5, 0, 0, 0.1, 1, 0]),
-        # Geometric means: 2 ** (1 / 2) and 1.8 ** (1 / 4).
-        ({"correction": "sequence"}, [2**0.5] * 2 + [1.8**0.25] * 4),
-        ({"correction": "sequence", "sequence_cap": 1.3}, [1.3] * 2 + [1.8**0.25] * 4),
-        # The second response's ratio of 1/10 is below this veto.
-        ({"correction": "sequence", "sequence_veto": 0.11}, [2**0.5] * 2 + [0] * 4),
+        ({"correction": "tis", "tis_cap": math.inf}, RATIOS),
     ],
 )
 def test_weights_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
-    weights = corrected(**settings).weights
+    weights = importance_weights(*logprobs(DENSE, ROLLOUT), AlgorithmConfig(**settings))
     assert weights.dtype == torch.float32
     assert weights.tolist() == pytest.approx(expected, rel=1e-5)
 
 
+def test_weights_have_no_gradient_and_stay_finite_where_ratios_do_not() -> None:
+    dense = torch.tensor([0.0, -1000.0], requires_grad=True)
+    settings = AlgorithmConfig(tis_cap=math.inf)
+    weights = importance_weights(dense, torch.tensor([-1000.0, 0.0]), settings)
+    assert not weights.requires_grad
+    # verl's bound of a log ratio is 20.
+    assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
 def test_importance_metrics_by_hand() -> None:
     """Of the weights, as in verl 0.9.1; the shares are of the ratios."""
-    for settings, weights, high, low in (
-        ({"correction": "tis"}, [0.5, 2.0, 2.0, 0.1, 1.0, 2.0], 3 / 6, 1 / 6),
-        ({"correction": "mask"}, [0.5, 4.0, 3.0, 0.0, 1.0, 0.0], 1 / 6, 1 / 6),
-    ):
-        metrics = corrected(**settings).metrics
-        mean, squares = fmean(weights), fmean(x * x for x in weights)
-        expected = {
-            "mean": mean,
-            "max": max(weights),
-            "min": min(weights),
-            "std": math.sqrt(squares - mean**2),
-            "eff_sample_size": mean**2 / squares,
-            "ratio_fraction_high": high,
-            "ratio_fraction_low": low,
-        }
-        for name, value in expected.items():
-            assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name
-    assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)
-    # What verl does not compute has no name of verl's.
-    for correction in ("none", "sequence"):
-        others = corrected(correction=correction).metrics
-        assert not any("rollout_is" in name for name in others)
-    means = corrected(correction="sequence", sequence_veto=0.11).metrics
-    assert means["sparrow/sequence_is_mean"] == pytest.approx(2 * 2**0.5 / 6)
-    assert means["sparrow/vetoed_responses"] == 1.0
-    assert means["sparrow/vetoed_fraction"] == 0.5
-    assert corrected(correction="sequence").metrics["sparrow/vetoed_responses"] == 0.0
+    tensors = logprobs(DENSE, ROLLOUT)
+    metrics = correction_metrics(*tensors, LENGTHS, AlgorithmConfig())
+    weights = [0.5, 2.0, 2.0, 0.1, 1.0, 2.0]
+    mean, squares = fmean(weights), fmean(x * x for x in weights)
+    expected = {
+        "mean": mean,
+        "max": 2.0,
+        "min": 0.1,
+        "std": math.sqrt(squares - mean**2),
+        "eff_sample_size": mean**2 / squares,
+        "ratio_fraction_high": 3 / 6,
+        "ratio_fraction_low": 1 / 6,
+    }
+    for name, value in expected.items():
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name
+    others = correction_metrics(*tensors, LENGTHS, AlgorithmConfig(correction="none"))
+    assert not any("rollout_is" in name for name in others)
+    assert others == mismatch_metrics(*tensors, LENGTHS) and others.items() <= metrics.items()
 
 
 def test_mismatch_metrics_equal_a_loop() -> None:
@@ -156,8 +149,10 @@ def test_tail_of_exact_acceptance_rates_by_bin() -> None:
 
 def test_rollout_metrics() -> None:
     def rollout(sample: int, tokens: int, reason: str) -> Rollout:
-        ids, segments = tuple(range(tokens)), (Segment(0, tokens, "0", "s", 0, sample > 0),)
-        return Rollout("p", sample, (1,), ids, np.zeros(tokens), reason, "0", "s", "", segments)
+        tokens_and_logprobs = tuple(range(tokens)), np.zeros(tokens)
+        return Rollout(
+            "p", sample, (1,), *tokens_and_logprobs, reason, "0", "s", "", retracted=sample > 0
+        )
 
     group = Group(Prompt("p", "t", (1,)), (rollout(0, 3, "stop"), rollout(1, 8, "length")))
     other = Group(Prompt("q", "u", (1, 2, 3)), group.rollouts)

@@ -1,6 +1,5 @@
 """Which responses a learner measures and learns from, at which temperature and learning rate."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +15,9 @@ from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
-from sparrow_sglang.rl.learner import LocalLearner, ReferencePolicy
+from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy.optimizer import learning_rate
-from sparrow_sglang.rl.types import Rollout, Segment
+from sparrow_sglang.rl.types import Rollout
 
 TEMPERATURE = 0.6
 
@@ -33,13 +32,9 @@ def batch(count: int = 6, tokens: int = 60) -> Batch:
     rollouts = []
     for index in range(count):
         ids = tuple(random_prompt(index, tokens))
-        # A request that was continued: its 31st token comes out of prefill, too.
-        segments = (Segment(0, 30, "0", "s"), Segment(30, tokens, "0", "s"))
         prompt = tuple(random_prompt(100 + index, 40))
         logprobs = np.zeros(tokens)
-        rollouts.append(
-            Rollout(f"p{index}", 0, prompt, ids, logprobs, "stop", "0", "s", "", segments)
-        )
+        rollouts.append(Rollout(f"p{index}", 0, prompt, ids, logprobs, "stop", "0", "s", ""))
     nothing, every = torch.zeros(count * tokens), torch.ones(count, dtype=torch.bool)
     return Batch(tuple(rollouts), nothing, nothing, torch.arange(count), every)
 
@@ -50,14 +45,14 @@ def test_acceptance_rates_are_at_the_temperature_of_the_rollouts(sharp_llama: st
     assert found is not None
     chosen = [0, 2, 4]
     assert [rollout.prompt_id for rollout in found.rollouts] == [f"p{index}" for index in chosen]
-    segments = [pair for rollout in found.rollouts for pair in rollout.split()]
-    expected = np.concatenate(policy.acceptance(segments, SCHEDULE, temperature=TEMPERATURE))
+    sequences = [(one.prompt_ids, one.response_ids) for one in found.rollouts]
+    expected = np.concatenate(policy.acceptance(sequences, SCHEDULE, temperature=TEMPERATURE))
     np.testing.assert_allclose(found.rates, expected, atol=1e-6)
-    other = np.concatenate(policy.acceptance(segments, SCHEDULE))
+    other = np.concatenate(policy.acceptance(sequences, SCHEDULE))
     assert abs(found.rates - other).max() > 1e-3
-    # First tokens of requests do not count, and neither do those of dense steps.
-    bins = token_bins(SCHEDULE, 40, 60, (0, 30))
-    assert (bins < 0).sum() > 2
+    # First tokens do not count, and neither do those of dense steps.
+    bins = token_bins(SCHEDULE, 40, 60)
+    assert (bins < 0).sum() > 1
     np.testing.assert_array_equal(found.bins, np.tile(bins, 3))
 
 
@@ -74,27 +69,10 @@ def test_tails_are_those_of_the_adapter_that_rollouts_get(sharp_llama: str) -> N
         found = LocalLearner(config(), policy, adapter=adapter).acceptance(batch(), SCHEDULE)
         assert found is not None
         rates.append(found.rates)
-        segments = [pair for rollout in found.rollouts for pair in rollout.split()]
-        measured = policy.acceptance(segments, SCHEDULE, adapter.delivered, TEMPERATURE)
+        sequences = [(one.prompt_ids, one.response_ids) for one in found.rollouts]
+        measured = policy.acceptance(sequences, SCHEDULE, adapter.delivered, TEMPERATURE)
         np.testing.assert_allclose(found.rates, np.concatenate(measured), atol=1e-6)
     assert min(abs(rates[0] - rates[1]).max(), abs(rates[1] - rates[2]).max()) > 0.1
-
-
-def test_the_reference_scores_with_the_weights_from_before_training(sharp_llama: str) -> None:
-    """At the temperature of the rollouts; 0 for responses that are not in the loss."""
-    policy = new_policy(sharp_llama, "bfloat16")
-    trained = LocalLearner(config(), policy, ReferencePolicy(policy))
-    whole = batch(3)
-    sequences = [(one.prompt_ids, one.response_ids) for one in whole.rollouts]
-    some = replace(whole, in_loss=torch.tensor([True, False, True]))
-    # Packed as the reference packs them, because matrix products round by their shapes.
-    first, last = policy.score(sequences[::2], TEMPERATURE)[0]
-    policy.loss_step(sequences, lambda logprobs, where: logprobs.sum())
-    after = policy.score(sequences, TEMPERATURE)[0]
-    assert (after[0] - first).abs().max() > 0.01
-    found = trained.reference_logprobs(some)
-    assert torch.equal(found, torch.cat([first, torch.zeros(len(after[1])), last]))
-    assert torch.equal(torch.cat(policy.score(sequences, TEMPERATURE)[0]), torch.cat(after))
 
 
 def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
@@ -111,12 +89,12 @@ def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
     nothing: Any = object()
     LocalLearner(config(), nothing, adapter=adapter).distill(batch(), SCHEDULE)  # type: ignore[arg-type]
 
-    def segments(*indices: int) -> list[Any]:
-        return [pair for index in indices for pair in batch().rollouts[index].split()]
+    def sequences(*indices: int) -> list[Any]:
+        return [batch().sequences[index] for index in indices]
 
-    assert learnt == segments(1, 3, 5)
+    assert learnt == sequences(1, 3, 5)
     ((chosen, rest),) = gated
-    assert chosen.segments == segments(0, 2, 4) and rest == (SCHEDULE, TEMPERATURE)
+    assert chosen.sequences == sequences(0, 2, 4) and rest == (SCHEDULE, TEMPERATURE)
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])

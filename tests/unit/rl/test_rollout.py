@@ -1,6 +1,7 @@
 """Responses from an engine's outputs, and the buckets in which weights are sent."""
 
 import asyncio
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,9 +13,9 @@ from training import PROMPTS
 from sparrow_sglang.rl.engines import local_engine
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
 from sparrow_sglang.rl.engines.responses import response_text
-from sparrow_sglang.rl.rollout import EngineDied, RolloutError, Sampling, continued, sample_request
-from sparrow_sglang.rl.tasks import math
-from sparrow_sglang.rl.types import Group, Prompt, Rollout, Segment
+from sparrow_sglang.rl.rollout import EngineDied, RolloutError, Sampling, sample_request, sampled
+from sparrow_sglang.rl.tasks import math as math_task
+from sparrow_sglang.rl.types import Prompt, Rollout
 
 SAMPLING = Sampling(max_new_tokens=60)
 
@@ -46,18 +47,14 @@ def test_thinking_markers_that_are_special_tokens_are_in_the_text() -> None:
     def reward(ids: list[int]) -> float:
         said = answer(ids, finish_reason={"type": "stop", "matched": 2})
         decode = partial(response_text, tokenizer)
-        rollout = continued(begun(), said, SAMPLING, "3", "dense", decode)
-        return math.reward(Prompt("p", "math", (1,), {"answer": "12"}), rollout.text)
+        rollout = sampled(PROMPTS[0], 0, said, SAMPLING, "3", "dense", decode)
+        return math_task.reward(Prompt("p", "math", (1,), {"answer": "12"}), rollout.text)
 
     assert (reward([0, 3, 4, 2]), reward([0, 4, 1, 3, 2])) == (0, 1)
 
 
-def begun() -> Rollout:
-    return Group.begun(PROMPTS[0], 1).rollouts[0]
-
-
-def taken(rollout: Rollout, said: dict, sampling: Sampling, stopped: bool = False) -> Rollout:
-    return continued(rollout, said, sampling, "3", "dense", str, stopped)
+def taken(said: dict, sampling: Sampling) -> Rollout:
+    return sampled(PROMPTS[0], 0, said, sampling, "3", "dense", str)
 
 
 @pytest.mark.parametrize(
@@ -67,51 +64,25 @@ def taken(rollout: Rollout, said: dict, sampling: Sampling, stopped: bool = Fals
         ({"finish_reason": {"type": "abort", "message": "gone"}}, "'abort': gone"),
         ({"completion_tokens": 5}, "2 log-probs for 5 tokens"),
         ({"output_token_logprobs": [], "completion_tokens": 0}, "0 tokens"),
+        ({"output_token_logprobs": [(math.nan, 5, None)] * 2}, "not finite"),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_is_refused(meta, message) -> None:
     sampling = Sampling(max_new_tokens=2)
-    rollout = taken(begun(), answer([5, 6]), sampling)
+    rollout = taken(answer([5, 6]), sampling)
     assert rollout.response_ids == (5, 6)
     with pytest.raises(RolloutError, match=message):
-        taken(begun(), answer([5, 6], **meta), sampling)
-
-
-def test_an_aborted_response_goes_on_without_its_last_token() -> None:
-    """The last token may have ended the response, which an abort does not say."""
-    sampling = Sampling(max_new_tokens=4)
-    aborted = answer([5, 6, 7], finish_reason={"type": "abort", "message": "asked to"})
-    with pytest.raises(RolloutError, match="'abort': asked to"):
-        taken(begun(), aborted, sampling)
-    rollout = taken(begun(), aborted, sampling, stopped=True)
-    assert (rollout.response_ids, rollout.finished) == ((5, 6), False)
-    assert rollout.text == "(5, 6)"
-    request = sample_request(rollout, sampling)
-    assert request["input_ids"] == [*PROMPTS[0].input_ids, 5, 6]
-    assert request["sampling_params"]["max_new_tokens"] == 2
-    # The request is stopped before it has any new token, as in the queue.
-    queued = answer([], finish_reason={"type": "abort"})
-    queued["meta_info"]["weight_version"] = "4"
-    rollout = continued(rollout, queued, sampling, "4", "sparse", str, stopped=True)
-    last = answer([8, 9], finish_reason={"type": "stop", "matched": 9}, weight_version="5")
-    rollout = continued(rollout, last, sampling, "5", "sparse", str)
-    assert (rollout.response_ids, rollout.finish_reason) == ((5, 6, 8, 9), "stop")
-    assert rollout.text == "(5, 6, 8)"
-    # An abort that counts no retractions is one in the queue, where these tokens cannot have come.
-    before, after = Segment(0, 2, "3", "dense", retracted=True), Segment(2, 4, "5", "sparse")
-    assert rollout.segments == (before, after)
-    prompt = PROMPTS[0].input_ids
-    assert rollout.split() == [(prompt, (5, 6)), ((*prompt, 5, 6), (8, 9))]
+        taken(answer([5, 6], **meta), sampling)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_retracted_response_is_known_as_such(count) -> None:
     sampling = Sampling(max_new_tokens=2)
-    assert taken(begun(), answer([5, 6], num_retractions=count), sampling).retracted == (count > 0)
+    assert taken(answer([5, 6], num_retractions=count), sampling).retracted == (count > 0)
 
 
 def test_requests_leave_no_truncation_to_the_checkpoint() -> None:
-    parameters = sample_request(begun(), SAMPLING)["sampling_params"]
+    parameters = sample_request((1,), SAMPLING)["sampling_params"]
     expected = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     assert {key: parameters[key] for key in expected} == expected
 

@@ -14,7 +14,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import model_folder
 from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.runs.setup import prepare
+from sparrow_sglang.rl.runs.setup import check
 
 ENGINE = 'engine = { schedule = "fixed-48", server_args = { %s } }'
 SHORT = "rollout = { max_new_tokens = 99 }\n"
@@ -67,7 +67,7 @@ def test_wrong_settings_are_one_line_before_anything_is_written(
 def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkeypatch):
     """An engine that is left to find its schedule takes it from the environment first."""
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed-4096")
-    setup = prepare(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
+    setup = check(TrainConfig(run_dir=tmp_path, task={"name": "story"}))
     assert (
         setup.schedule is not None
         and setup.engine.schedule == setup.schedule.name == "smollm2-135m-int4-0.86"
@@ -76,7 +76,7 @@ def test_the_engine_gets_the_schedule_that_the_trainer_measures(tmp_path, monkey
 
 def test_lossless_rollouts_are_dense_to_the_trainer(tmp_path, byte_model):
     engine = {"lossless": True, "server_args": {"speculative_num_draft_tokens": 5}}
-    setup = prepare(settings(byte_model, tmp_path, "auto", engine=engine))
+    setup = check(settings(byte_model, tmp_path, "auto", engine=engine))
     assert setup.schedule is None and setup.engine.schedule == "drafts"
     assert setup.engine.server_args == {
         "speculative_algorithm": "SPARROW",
@@ -108,7 +108,7 @@ def test_models_that_cannot_be_trained_are_named_before_they_are_loaded(tmp_path
     AutoTokenizer.from_pretrained(model_folder("smollm2-135m")).save_pretrained(tmp_path)
     run = {"run_dir": tmp_path / "run", "task": {"name": "story"}, "model": {"path": str(tmp_path)}}
     with pytest.raises(InputError, match=problem):
-        prepare(TrainConfig.parse(run | {"engine": {"schedule": "fixed-64"}}))
+        check(TrainConfig.parse(run | {"engine": {"schedule": "fixed-64"}}))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_resumed_run_has_the_prompts_of_its_first_day(tmp_path, byte_model):
     )
 
     def first_prompt() -> str:
-        setup = prepare(config)
+        setup = check(config)
         return setup.tokenizer.decode(setup.train[0].input_ids)
 
     assert first_prompt().startswith(datetime.now().strftime("%d %b %Y"))

@@ -10,7 +10,7 @@ from task_files import jsonl, load, verl_row
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
-from sparrow_sglang.rl.runs.setup import check
+from sparrow_sglang.rl.runs.setup import check_settings
 from sparrow_sglang.rl.tasks import TASKS, ChatRender, load_task, math, story
 from sparrow_sglang.rl.tasks.files import require_module
 from sparrow_sglang.rl.types import Prompt
@@ -89,7 +89,9 @@ def test_a_missing_module_is_refused_and_none_is_imported(
     require_module("task.name", "own_package.task:load")
     for name in ("own_packages:load", "own_package.tasks:load", "own_package.task.more:load"):
         with pytest.raises(InputError, match=f"task.name='{name}'"):
-            check(TrainConfig.model_validate({"run_dir": tmp_path, "task": {"name": name}}))
+            check_settings(
+                TrainConfig.model_validate({"run_dir": tmp_path, "task": {"name": name}})
+            )
 
 
 @pytest.mark.parametrize("words", [1, 2, 5])

@@ -1,7 +1,6 @@
-"""A training step against a gradient by hand: advantages, correction, KL, responses left out and
+"""A training step against a gradient by hand: advantages, correction, responses left out and
 mini-batches together."""
 
-import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +15,15 @@ from transformers import AutoModelForCausalLM
 from sparrow_sglang.rl import trainer
 from sparrow_sglang.rl.collect import Collected
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.learner import LocalLearner, ReferencePolicy
+from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.runs.checkpoint import State
+from sparrow_sglang.rl.tasks.rewards import Scores
 from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout
 
 TEMPERATURE = 0.8
 # The first group teaches nothing, and one reward is missing.
 REWARDS: list[Rewards] = [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 2.0, 0.0), (None, 1.0, 0.0)]
-TRUNCATED = {(1, 2), (2, 0)}
-KL = 0.3
 ADVANTAGES = [(0, 0, 0), (2 / 3, -1 / 3, -1 / 3), (-2 / 3, 4 / 3, -2 / 3), (0, 0.5, -0.5)]
 
 
@@ -59,14 +57,6 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32)
     policy = new_policy(sharp_llama, micro_batch_tokens=60)
-    reference, elsewhere = ReferencePolicy(policy), copy.deepcopy(model)
-    named = dict(model.named_parameters())
-    torch.manual_seed(0)
-    with torch.no_grad():
-        # The run has moved away from its reference.
-        for name, one, _ in policy.named_parameters():
-            one.add_(0.02 * torch.randn_like(one))
-            named[name].copy_(one)
     draw = np.random.default_rng(0)
     groups, offsets = [], {}
     for number, _ in enumerate(REWARDS):
@@ -79,8 +69,7 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
             with torch.no_grad():
                 dense = logprobs_of(model, number, sample).numpy()
             tokens = tuple(prompt), tuple(response), dense + offset
-            reason = "length" if (number, sample) in TRUNCATED else "stop"
-            rollouts.append(Rollout(f"{number}", sample, *tokens, reason, "0", "dense", ""))
+            rollouts.append(Rollout(f"{number}", sample, *tokens, "stop", "0", "dense", ""))
         groups.append(Group(Prompt(f"{number}", "t", tuple(prompt)), tuple(rollouts)))
 
     found: list[dict[str, torch.Tensor]] = []
@@ -98,12 +87,10 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
             "temperature": TEMPERATURE,
             "prompts_per_step": 4,
             "samples_per_prompt": 3,
-            "truncated": "mask",
         },
         "algorithm": {
             "std_normalisation": normalised,
             "mini_batches": mini_batches,
-            "kl_coefficient": KL,
         },
         "mismatch": {"sequences": 0},
         "logging": {"response_groups": 0},
@@ -111,30 +98,26 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
     config = TrainConfig.parse(fields)
     run: Any = SimpleNamespace(
         config=config,
-        learner=LocalLearner(config, policy, reference),
+        learner=LocalLearner(config, policy),
         setup=SimpleNamespace(schedule=None, train=[0] * 8, tokenizer=SimpleNamespace(decode=str)),
         state=State(),
         prompts_used=4,
         updating=nullcontext,
         log=SimpleNamespace(write=lambda *_: None, append=lambda *_: None),
     )
-    trainer.train_step(run, 0, Collected(groups, tuple(REWARDS), (), {}, 100), Clock())
+    trainer.train_step(run, 0, Collected(groups, Scores(tuple(REWARDS))), Clock())
 
     for part, numbers in enumerate({1: [range(4)], 2: [range(2), range(2, 4)]}[mini_batches]):
         model.zero_grad()
         loss, tokens = torch.zeros(()), 0
         for number in numbers:
             for sample, reward in enumerate(REWARDS[number]):
-                if number == 0 or reward is None or (number, sample) in TRUNCATED:
+                if number == 0 or reward is None:
                     continue
                 weights = (-offsets[number, sample]).exp().clamp(max=2.0)
                 logprobs = logprobs_of(model, number, sample)
                 advantage = ADVANTAGES[number][sample] / (DEVIATIONS[number] if normalised else 1)
                 loss = loss - advantage * (weights * logprobs).sum()
-                with torch.no_grad():
-                    expected = logprobs_of(elsewhere, number, sample)
-                ratio = (expected - logprobs).exp()
-                loss = loss + KL * (ratio - ratio.log() - 1).sum()
                 tokens += len(logprobs)
         (loss / tokens).backward()
         largest = max(float(one.grad.abs().max()) for one in model.parameters())
@@ -182,7 +165,7 @@ def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
         updating=nullcontext,
     )
     rewards: tuple[Rewards, ...] = ((1.0, 1.0), (1.0, 0.0)) if number == 0 else ((2.0, 1.0),) * 2
-    collected = Collected(groups, rewards, (), {}, 100)
+    collected = Collected(groups, Scores(rewards))
     with pytest.raises(FloatingPointError, match="step 3, prompt 'p0', sample 0: .* of"):
         trainer.train_step(run, 3, collected, Clock())
     assert run.state == State()
