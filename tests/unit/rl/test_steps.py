@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +23,11 @@ from sparrow_sglang.commands.cli import main
 from sparrow_sglang.rl import evaluation, learner, loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import LocalLearner
+from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run as run_module
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints
+from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
@@ -255,6 +258,129 @@ def test_a_policy_that_may_have_been_updated_in_part_is_not_saved(
     with pytest.raises(MemoryError):
         trainer.train(TrainConfig.parse(config))
     assert len(rows(tmp_path / "run")) == 1 and newest_checkpoint(tmp_path / "run") is None
+
+
+def poison(policy: DensePolicy) -> None:
+    with torch.no_grad():
+        next(policy.named_parameters())[2].view(-1)[0] = torch.nan
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize("by", ["the optimizer", "a later hand"])
+def test_the_last_finite_state_outlives_weights_that_are_not(
+    model: str,
+    tmp_path: Path,
+    stand_ins: list[Sampler],
+    monkeypatch: pytest.MonkeyPatch,
+    mini_batches: int,
+    by: str,
+) -> None:
+    updates: list[int] = []
+
+    def poisoned(self: LocalLearner, *args: Any) -> Any:
+        updates.append(0)
+        if by == "the optimizer" and len(updates) == 4:
+            step = self.policy.loss_step
+            self.policy.loss_step = lambda *args: [step(*args), poison(self.policy)][0]  # type: ignore
+        updated = update(self, *args)
+        if len(updates) == 4:
+            poison(self.policy)
+        return updated
+
+    update = LocalLearner.update
+    config = settings(model, tmp_path / "run", algorithm={"mini_batches": mini_batches}, steps=6)
+    config["checkpoint"] = {"every_steps": 1, "keep": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalLearner, "update", poisoned)
+        last = tmp_path / "run" / "checkpoints" / "step-000003"
+        with pytest.raises(FloatingPointError, match=f"not finite.*the last checkpoint: {last}"):
+            trainer.train(TrainConfig.parse(config))
+    assert list(last.parent.glob("step-*")) == [last]
+    trainer.train(TrainConfig.parse(config | {"steps": 5}), resume=True)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def test_an_intact_state_is_saved_when_its_log_probs_are_not_finite(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflowing(self: DensePolicy, *args: Any) -> Any:
+        values, entropies = logprobs(self, *args)
+        passes.append(self.model.training)
+        return values * (torch.nan if sum(passes) == 3 else 1.0), entropies
+
+    passes: list[bool] = []
+    logprobs = DensePolicy._logprobs
+    monkeypatch.setattr(DensePolicy, "_logprobs", overflowing)
+    config = settings(model, tmp_path / "run", checkpoint={"every_steps": 0})
+    last = tmp_path / "run" / "checkpoints" / "step-000002"
+    with pytest.raises(FloatingPointError, match=f"step 2, prompt .*the last checkpoint: {last}"):
+        trainer.train(TrainConfig.parse(config))
+    assert optimizer_steps(last) == {2} and len(rows(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(("after_s", "saved"), [(600.0, [1, 4, 5]), (0.0, [1, 2, 3, 4, 5])])
+def test_early_checkpoints_follow_the_first_step_and_then_the_clock(
+    model: str,
+    tmp_path: Path,
+    stand_ins: list[Sampler],
+    monkeypatch: pytest.MonkeyPatch,
+    after_s: float,
+    saved: list[int],
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(Checkpoints, "save", lambda *args: steps.append(args[-1].step))
+    monkeypatch.setattr(run_module, "EARLY_S", after_s)
+    config = settings(model, tmp_path / "run", steps=5, checkpoint={"every_steps": 4})
+    trainer.train(TrainConfig.parse(config))
+    assert steps == saved
+
+
+def test_a_resumed_run_first_prints_where_it_starts_and_what_it_drops(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    config = settings(model, folder, checkpoint={"every_steps": 1, "keep": 9})
+
+    def first_line() -> str:
+        trainer.train(TrainConfig.parse(config), resume=True)
+        assert [row["step"] for row in rows(folder)] == [0, 1, 2]
+        return capsys.readouterr().out.splitlines()[0]
+
+    checkpoints = folder / "checkpoints"
+    assert first_line() == f"resuming: {folder} is new, so the run begins at step 0"
+    assert first_line() == f"resuming after 3 steps from {checkpoints}/step-000003"
+    for step in (2, 3):
+        shutil.rmtree(checkpoints / f"step-{step:06d}")
+    dropped = "; drops the records of 2 steps from step 1 on"
+    assert first_line() == f"resuming after 1 steps from {checkpoints}/step-000001{dropped}"
+    shutil.rmtree(checkpoints)
+    begun = f"resuming: {folder} has no checkpoint, so the run begins again"
+    assert first_line() == f"{begun}; drops the records of 3 steps from step 0 on"
+
+
+def test_a_row_that_did_not_fit_on_the_disk_is_written_by_the_resumed_run(
+    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, there = tmp_path / "run" / "metrics.jsonl", tmp_path / "metrics.jsonl"
+
+    def full(self: RunLog, step: int, metrics: Any) -> None:
+        if step == 1:
+            path.rename(there)
+            path.symlink_to("/dev/full")
+        write(self, step, metrics)
+
+    write = RunLog.write
+    config = settings(model, tmp_path / "run", checkpoint={"every_steps": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "write", full)
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            trainer.train(TrainConfig.parse(config))
+    path.unlink()
+    there.rename(path)
+    trainer.train(TrainConfig.parse(config), resume=True)
+    written = rows(tmp_path / "run")
+    assert [row["step"] for row in written] == [0, 1, 2]
+    assert [row["actor/optimizer_steps"] for row in written] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
