@@ -145,20 +145,20 @@ def test_lossless_rollouts_pass_the_check(story, capsys):
 def test_rates_are_of_one_held_out_set_only_if_nothing_that_they_measure_differs(
     tmp_path, byte_model
 ):
-    def evaluated(held_out: str, **evaluation) -> str:
-        paths = {}
-        for name, number in (("train", 7), (held_out, len(held_out))):
-            paths[name] = tmp_path / f"{name}.jsonl"
-            paths[name].write_text(json.dumps({"problem": f"{number} + 1", "answer": "8"}))
-        task = {"name": "math", "train_path": paths["train"], "heldout_path": paths[held_out]}
+    def evaluated(number: int, folder: str = "a", **evaluation) -> str:
+        train, held_out = (tmp_path / folder / f"{name}.jsonl" for name in ("train", "test"))
+        train.parent.mkdir(exist_ok=True)
+        for path, first in ((train, 7), (held_out, number)):
+            path.write_text(json.dumps({"problem": f"{first} + 1", "answer": "8"}))
+        task = {"name": "math", "train_path": train, "heldout_path": held_out}
         config = settings(byte_model, tmp_path, "dense", task=task, evaluation=evaluation)
         return check(config).evaluated
 
-    first = evaluated("ab", every_steps=3)
-    assert evaluated("cd", every_steps=5) == first
-    others = {evaluated("abc"), evaluated("ab", temperature=0.5), evaluated("ab", max_new_tokens=9)}
+    first = evaluated(2, every_steps=3)
+    assert evaluated(2, "moved", every_steps=5) == first
+    others = {evaluated(3), evaluated(2, temperature=0.5), evaluated(2, max_new_tokens=9)}
     assert len(others | {first}) == 4
-    assert evaluated("ab", every_steps=0) == ""
+    assert evaluated(2, every_steps=0) == ""
 
 
 def with_template(byte_model: str, folder: Path, template: str) -> TrainConfig:
