@@ -178,7 +178,12 @@ def sides_of(
 
 def engine_settings(model: Path | str, has_weights: bool, side: Side) -> dict[str, Any]:
     """Arguments of `sglang.Engine` in all benchmarks."""
+    from torch.cuda import is_available
+
+    # What SGLang chooses on a CPU depends on the CPU.
+    backend = {} if is_available() else {"attention_backend": "torch_native"}
     return {
+        **backend,
         "model_path": str(model),
         "load_format": "auto" if has_weights else "dummy",
         "skip_tokenizer_init": True,

@@ -36,11 +36,9 @@ def device_times(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str
     `device_ms`, in which the device is busy, and `device_wall_ms`, from one step to the next, by
     the same clock. Empty if the trace holds too few graphs."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    work = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["args"].get("correlation"))
-        for event in events
-        if event.get("cat") in kinds
-    )
+    spans = (event for event in events if event.get("cat") in kinds)
+    work = [(e["ts"], e["ts"] + e["dur"], e["args"].get("correlation", -1)) for e in spans]
+    work.sort()
     kernels = Counter(launch for *_, launch in work)
     starts: dict[Any, float] = {}
     for start, _, launch in work:

@@ -201,9 +201,7 @@ def engine_defaults(
         return arguments | {"cuda_graph_max_bs_decode": len(requests)}
     # On a CPU, float32 is the fast path of plain torch. The KV pool has room for all sequences.
     room = sum(len(each.prompt) + each.new_tokens + 2 * PAGE_SIZE for each in requests)
-    arguments |= {"dtype": "float32", "max_total_tokens": room}
-    # What SGLang chooses on a CPU depends on the CPU.
-    return {"attention_backend": "torch_native"} | arguments
+    return arguments | {"dtype": "float32", "max_total_tokens": room}
 
 
 def rollouts(model: Model, options: argparse.Namespace) -> list[list[list[Request]]]:
@@ -247,7 +245,7 @@ def run_side(
     largest = max((sets[0] for sets in rows), key=len)
     arguments = engine_defaults(model, side, largest, torch.cuda.is_available())
     arguments |= engine_arguments(options.engine_args)
-    round_ = side.rounds[0] if options.always_draft else None
+    round_ = options.drafts if options.always_draft else None
     with running(side, arguments, rates, round_) as (engine, served):
         replay(engine, make_requests([32] * GROUP, [largest[-1].prompt[::-1]]))
         for sets in rows:

@@ -90,10 +90,8 @@ def model_config(model: str) -> dict[str, Any]:
 
 def random_prompts(batch: int, length: int, vocab_size: int) -> list[list[int]]:
     draw = random.Random(1)
-    return [
-        [draw.randrange(1000, vocab_size - 1000) for _ in range(length - LONG)]
-        for _ in range(batch)
-    ]
+    # Special tokens are at the end of vocabularies.
+    return [draw.choices(range(vocab_size // 2), k=length - LONG) for _ in range(batch)]
 
 
 def _generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:

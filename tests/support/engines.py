@@ -118,12 +118,18 @@ class EngineDied(RuntimeError):
 
 @contextmanager
 def start_engine(
-    model_path: str, *, measured: bool = False, rounds: Sequence[Any] = (), **server_args: Any
+    model_path: str,
+    *,
+    measured: bool = False,
+    rounds: Sequence[Any] = (),
+    engine_class: Any = None,
+    **server_args: Any,
 ) -> Iterator[Any]:
     """A running `sglang.Engine`; several may run at once. Unless `measured`, the speed of this
     machine does not decide which steps are dense, nor what a round drafts: it follows the plans
-    `rounds` in turn, see rounds.py. The engine takes token ids, because the tiny checkpoints have
-    no tokenizer. `server_args` go to SGLang unchanged and override the defaults below."""
+    `rounds` in turn, see rounds.py; or an `engine_class` decides. The engine takes token ids,
+    because the tiny checkpoints have no tokenizer. `server_args` go to SGLang unchanged and
+    override the defaults below."""
     engine_module = import_for_fork()
 
     class Engine(engine_module.Engine):  # type: ignore[misc, name-defined]
@@ -145,7 +151,7 @@ def start_engine(
     contexts: list[zmq.Context[Any]] = []
     try:
         with _zmq_contexts_into(contexts):
-            engine = Engine(**(defaults | server_args))
+            engine = (engine_class or Engine)(**(defaults | server_args))
         if (state := server_state(engine.tokenizer_manager)) is not None:
             state.measures_dense &= measured
         yield engine
