@@ -17,7 +17,8 @@ def rollout_figure(rows: Sequence[Row]) -> str:
     prompts the first one is shown."""
     most = max(row["sequences"] for row in rows)
     rows = [row for row in rows if row["sequences"] == most]
-    dense = sorted((row for row in rows if not row["schedule"]), key=lambda row: -_speed(row))
+    dense = [row for row in rows if not (row["schedule"] or row.get("side") == "ngram")]
+    dense.sort(key=lambda row: -_speed(row))
     shown = [*dense[:1], *(row for row in rows if row["schedule"])]
     longest, device = max(row["longest"] for row in shown), shown[0]["device"]
     title = f"{shown[0]['model']}, {most} sequences of up to {longest:,} tokens, {device}"

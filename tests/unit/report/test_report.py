@@ -381,6 +381,7 @@ def test_a_figure_of_a_rollout_has_a_line_of_running_sequences_for_each_side(
     monkeypatch.chdir(tmp_path)
     rows = [rollout("slow", [9.0] * 3), rollout("fa3", [1.0, 2.0, 8.0])]
     rows += [rollout("lossless", [[3.0, 1.0, 4.0], [7.0, 7.0, 7.0]]), rollout("fa3", [9.0], 1)]
+    rows.append(rollout("fa3", [0.5] * 3) | {"side": "ngram"})
     Path("r.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
     assert cli.main(["report", "r.json"]) == 0
     assert capsys.readouterr().out == "rollout.svg\n"
