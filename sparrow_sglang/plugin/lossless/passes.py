@@ -49,19 +49,20 @@ class StepGraphs(DecodeGraphs):
 
 
 class Passes:
-    """Attributes:
-    runner: of the served model.
-    weights: with which sparse steps draft.
+    """The passes of rounds that verify up to `width` rows.
+
+    Attributes:
+        runner: of the served model.
+        weights: with which sparse steps draft.
     """
 
     def __init__(self, runner: "ModelRunner", width: int) -> None:
         self.runner = runner
         self.weights: DraftWeights = getattr(runner, WEIGHTS_FIELD)
-        self.context_len, self.vocab_size = (
-            runner.model_config.context_len,
-            runner.model_config.vocab_size,
-        )
+        self.context_len = runner.model_config.context_len
+        self.vocab_size = runner.model_config.vocab_size
         self._width = width
+        self._offsets = torch.arange(width, device=runner.device)[:, None]
         self._step_graphs: Any = None
         self._verify_graphs: dict[int, Any] = {}
 
@@ -85,9 +86,15 @@ class Passes:
         finally:
             runner.spec_algorithm = algorithm
 
-    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of the KV pool for `positions` [n, B] of `rows` [B] of the token table: [n, B]."""
-        return self.runner.req_to_token_pool.req_to_token[rows.long(), positions].long()
+    def places(
+        self, rows: torch.Tensor, committed: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and slots of the KV pool of `count` tokens behind `committed` [B] of `rows` [B]
+        of the token table, both [count, B]."""
+        positions = committed.long() + self._offsets[:count]
+        slots = self.runner.req_to_token_pool.req_to_token[rows.long(), positions].long()
+        # Past the context no token is returned, and some models have no rotary angles.
+        return positions.clamp(max=self.context_len - 1), slots
 
     @contextmanager
     def verification(self, width: int) -> Iterator[None]:

@@ -54,11 +54,7 @@ def run_round(
     next round overwrites it: it verifies as many rows from the new latest token on, and no pass
     reads past its own tokens."""
     rows, committed, known, latest, sampling, sources = requests
-    # [rows, B]
-    positions = committed.long() + torch.arange(plan.rows, device=rows.device)[:, None]
-    slots = passes.slots(rows, positions)
-    # Past the context no token is returned, and some models have no rotary angles.
-    positions = positions.clamp(max=passes.context_len - 1)
+    positions, slots = passes.places(rows, committed, plan.rows)
     drafting = KernelDrafts if latest.is_cuda else Drafts
     drafts = drafting(latest, plan, passes.vocab_size, sampling)
 
