@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from kernel_step import require_passes_interpreted
 
-KERNELS = ("test_kernels.py", "test_lossless_kernels.py")
 
-
-def test_kernels_in_tritons_interpreter() -> None:
-    require_passes_interpreted(*(Path(__file__).with_name(name) for name in KERNELS))
+@pytest.mark.parametrize("name", ["test_kernels.py", "test_lossless_kernels.py"])
+def test_kernels_in_tritons_interpreter(name: str) -> None:
+    require_passes_interpreted(Path(__file__).with_name(name))

@@ -33,12 +33,12 @@ ON_GPU = [
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=ON_GPU)]
 
 
-def require_passes_interpreted(*files: Path) -> None:
-    """Fail unless the files' cases pass in Triton's interpreter, in a process of their own."""
+def require_passes_interpreted(file: Path) -> None:
+    """Fail unless the file's cases pass in Triton's interpreter, in a process of their own."""
     # The paths of this process are kept: the package may be in one of them, not installed.
-    folders = [str(files[0].parent), str(Path(__file__).parent), *filter(None, sys.path)]
+    folders = [str(file.parent), str(Path(__file__).parent), *filter(None, sys.path)]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(folders)}
-    command = [sys.executable, "-m", "pytest", *map(str, files), "--noconftest", "-q"]
+    command = [sys.executable, "-m", "pytest", str(file), "--noconftest", "-q"]
     # The time limit is that of the calling test.
     command += ["-p", "no:cacheprovider", "--timeout=0"]
     run = subprocess.run(command, env=env, capture_output=True, text=True)

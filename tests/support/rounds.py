@@ -7,8 +7,11 @@ from typing import Any
 
 import landmark_check  # noqa: F401
 
-from sparrow_sglang.planning.rounds import Plan
+from sparrow_sglang.planning.rounds import DENSE, Plan
 from sparrow_sglang.plugin.lossless.choice import RoundChoice
+
+VARIED = (DENSE, (1, 0, 5), (4, 0, 5), DENSE, DENSE, (3, 0, 5))
+"""Plans of rounds that draft up to four tokens."""
 
 
 def run_scheduler(*arguments: Any, rounds: Sequence[Any] = (), **named: Any) -> Any:
@@ -40,3 +43,16 @@ def choose_rounds(rounds: Sequence[Any] = ()) -> None:
         return Plan._make(plans[next(turns) % len(plans)])
 
     RoundChoice.next_round = next_round  # type: ignore[method-assign]
+
+
+def accepted_of(answer: Any) -> list[int]:
+    """Rounds of an answer by how many of their drafts were accepted."""
+    histogram: list[int] = answer["meta_info"]["spec_correct_drafts_histogram"]
+    return histogram
+
+
+def require_varied(answer: Any) -> None:
+    """Half of the rounds of each turn of VARIED draft nothing; of the others some drafts were
+    accepted."""
+    none, *some = accepted_of(answer)
+    assert none >= (none + sum(some)) // len(VARIED) * 3 and sum(some)
