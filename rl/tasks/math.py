@@ -30,7 +30,7 @@ _VERB = re.compile(r"\b(?:is|are|equals)\b:?")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?(?![\w])")
 # What the sentence after a box, or after its unit, may begin with.
 _MARK = (
-    r"(?:(?:or(?: alternatively)?|no|wait|hm+|oops|sorry|actually|rather|maybe|perhaps|possibly"
+    r"(?:(?:or(?: alternatively)?|oh|no|wait|hm+|oops|sorry|actually|rather|maybe|perhaps|possibly"
     r"|edit|correction|scratch that|make that|i (?:think|believe|meant?)"
     r"|(?:up)?on (?:second thought|reflection))\b[^\w$\\]*)"
 )
