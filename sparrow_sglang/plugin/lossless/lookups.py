@@ -40,11 +40,12 @@ class Sources(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the host knows of a history: its request, the text that other requests of the same
-    prompt share, and how many tokens were copied at the latest prefill."""
+    """What the host knows of a history: its request, what requests that may search it share (the
+    prompt, and what parts the prefix cache), and how many tokens were copied at the latest
+    prefill."""
 
     rid: str
-    key: tuple[bytes, str | None]
+    key: tuple[bytes, str | None, str | None]
     copied: int
 
 
@@ -79,7 +80,8 @@ class Histories:
         rows, totals = [], []
         for req in reqs:
             total = len(req.origin_input_ids) + len(req.output_ids)
-            key = (np.asarray(req.origin_input_ids, np.int32).tobytes(), req.extra_key)
+            prompt = np.asarray(req.origin_input_ids, np.int32).tobytes()
+            key = (prompt, req.extra_key, req.cache_salt)
             row = self._of_rid.get(req.rid)
             known = None if row is None else self._known[row]
             if row is None or known is None or known.key != key:

@@ -12,8 +12,9 @@ from sparrow_sglang.plugin.lossless.lookups import LONGEST_MATCH, Histories
 
 
 def request(rid: str, prompt: list[int], output: list[int] = (), **fields: Any) -> Any:
-    known = {"origin_input_ids": list(prompt), "output_ids": list(output), "extra_key": None}
-    return SimpleNamespace(rid=rid, **known | fields)
+    known = {"origin_input_ids": list(prompt), "output_ids": list(output)}
+    neutral = {"extra_key": None, "cache_salt": None}
+    return SimpleNamespace(rid=rid, **known | neutral | fields)
 
 
 def searched(own: list[int], others: list[list[int]], prompt: int, count: int) -> list[int]:
@@ -95,14 +96,15 @@ def test_texts_of_other_prompts_and_tenants_are_not_searched() -> None:
         request("b", [1, 2]),
         request("c", [1, 3]),
         request("d", [1, 2], extra_key="tenant"),
+        request("e", [1, 2], cache_salt="tenant"),
         # The id of a request that has ended, with another prompt of the same length.
         request("b", [7, 8]),
     ]
     for req in reqs:
         histories.prefilled([req], torch.tensor([5]))
-    seen = histories.sources([reqs[i] for i in (0, 2, 3, 4)], 32)
+    seen = histories.sources([reqs[i] for i in (0, 2, 3, 4, 5)], 32)
     shared = [sum(row >= 0 for row in others) for others in seen.others.tolist()]
-    assert shared == [2, 1, 1, 1]
+    assert shared == [2, 1, 1, 1, 1]
 
 
 def test_histories_of_running_requests_outlive_those_of_finished_ones(monkeypatch: Any) -> None:
