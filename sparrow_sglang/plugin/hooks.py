@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable
 
 from sparrow_sglang.plugin import scheduler_calls
+from sparrow_sglang.plugin.arguments import server_args
 from sparrow_sglang.plugin.cpu import fallbacks
 from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.launcher import attach, control_guards, request_hooks
@@ -92,7 +93,7 @@ HOOKS = tuple(Hook(*row) for row in (
     ("sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", "AROUND",
      scheduler_hooks.graph_runner_class),
     ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER",
-     memory.prepare_model),
+     server_args.prepare_model),
     # Schedulers: the audit, and exact acceptance rates.
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND",
      exact_acceptance.keep_or_compare, "input_ids hidden_states lm_head logits_metadata"),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
 from sparrow_sglang.plugin.hook import Hook
-from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.schedules.options import ATTRIBUTE, RequestError, RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from sparrow_sglang.attention_backends.budget_table import BudgetTable
     from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
+    from sparrow_sglang.plugin.mode import Mode
     from sparrow_sglang.plugin.scheduler.checkpoint import Checkpoint
 
 
@@ -50,7 +50,7 @@ class ServerState:
     weight_update: AsyncExitStack | None = None
     has_prefixes: bool = False
     has_old_prefixes: bool = False
-    mode: Mode = field(default_factory=Mode)
+    mode: "Mode" = field(kw_only=True)
     measures_dense: bool = False
     measuring: asyncio.Task[None] | None = None
     dense_tokens: int = 0
@@ -79,7 +79,7 @@ class SchedulerState:
     budgets: "BudgetTable"
     guard: DecodeGuard = field(default_factory=DecodeGuard)
     record: tuple[int, int] | None = None
-    mode: Mode = field(default_factory=Mode)
+    mode: "Mode" = field(kw_only=True)
     compared: list[tuple[int, int] | None] = field(default_factory=list)
     checkpoint: "Checkpoint | None" = None
     updated: set[str] = field(default_factory=set)
@@ -96,10 +96,12 @@ class SchedulerState:
 
 @dataclass
 class ProcessState:
-    """Outcome of the registration in this process, and its scheduler once the backend is built."""
+    """Outcome of the registration in this process, how it decodes once the model is loaded, and its
+    scheduler once the backend is built."""
 
     hooks: tuple[Hook, ...] = ()
     error: Exception | None = None
+    decoding: "tuple[Mode, BudgetSchedule] | None" = None
     scheduler: SchedulerState | None = None
 
 
@@ -118,3 +120,8 @@ def require_server_state(manager: Any) -> ServerState:
 def require_scheduler_state() -> SchedulerState:
     assert PROCESS.scheduler is not None, "the attention backend has not been built in this process"
     return PROCESS.scheduler
+
+
+def require_decoding() -> "tuple[Mode, BudgetSchedule]":
+    assert PROCESS.decoding is not None, "no model has been loaded in this process"
+    return PROCESS.decoding

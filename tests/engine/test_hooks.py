@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparrow_sglang.plugin.arguments.server_args import prepare_model
 from sparrow_sglang.plugin.scheduler import memory
 
 
@@ -37,6 +38,7 @@ def configurator(
 
 def reserved(backend: str, start: int, end: int, page_size: int) -> int | None:
     kvc = configurator(backend, start, end, page_size, {"num_hidden_layers": 20})
+    prepare_model(None, kvc)
     return memory.reserve_landmarks(100_000, None, kvc, end - start)
 
 
@@ -65,6 +67,7 @@ def test_with_a_pool_for_windows(backend, fits):
     # An attribute of SGLang 0.5.23.
     pools._enable_unified_memory = False
     kvc = configurator(backend, 0, 6, 16, config)
+    prepare_model(None, kvc)
     memory.reserve_landmarks_beside_windows(None, pools, kvc)
     sizes = pools.calculate_pool_sizes(10_000_000, 16)
     full, windows = sizes.full_max_total_num_tokens, sizes.swa_max_total_num_tokens

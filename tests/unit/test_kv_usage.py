@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from contract import budget_pages
 
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.state import SchedulerState
 from sparrow_sglang.schedules.options import KvUsage, RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -66,5 +67,5 @@ def test_a_scheduler_ignores_an_invalid_option():
     class Req:
         sampling_params = SimpleNamespace(custom_params={"sparrow": {"schedule": "gone"}})
 
-    state = SchedulerState(SimpleNamespace(schedule=GROWING))
+    state = SchedulerState(SimpleNamespace(schedule=GROWING), mode=Mode())
     assert state.option(Req()) == RequestOption(GROWING)

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -44,6 +44,20 @@ LAYERS = [
     {"benchmarks"},
     {"commands"},
 ]
+PLUGIN = "sparrow_sglang.plugin"
+# From the top to the bottom: each imports only from rows below its own.
+PLUGIN_ORDER = (
+    "registration",
+    "hooks",
+    "launcher",
+    "arguments",
+    "lossless",
+    "mode",
+    "scheduler",
+    "cpu scheduler_calls state",
+    "server_log errors hook stop_regex",
+    "names",
+)
 HOOK_FILES = {f"plugin.{name}" for name in ("registration", "hooks")}
 
 
@@ -122,21 +136,27 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Imports at the top of a file count, those for type checkers too; an import in a function may
-    close a circle."""
+    """Imports inside functions count, too."""
     known = modules()
-    graph = {module: _top_imports(path, set(known)) for module, path in known.items()}
+    graph = {module: _modules_named(imports(path, True), known) for module, path in known.items()}
     TopologicalSorter(graph).prepare()
 
 
-def _top_imports(path: Path, known: set[str]) -> set[str]:
-    nodes: list[ast.stmt] = []
-    for node in ast.parse(path.read_text()).body:
-        nodes += node.body if isinstance(node, ast.If) else [node]
-    tops = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    names = {f"{node.module}.{alias.name}" for node in tops for alias in node.names}
-    names |= {str(node.module) for node in tops}
-    return names & known
+def _modules_named(names: list[str], known: Container[str]) -> set[str]:
+    """Of names such as `package.module.function` or `package.module`, the modules."""
+    candidates = (name if name in known else name.rpartition(".")[0] for name in names)
+    return {module for module in candidates if module in known}
+
+
+def test_plugin_folders_import_only_what_stands_below() -> None:
+    order = [name for row in PLUGIN_ORDER for name in row.split()]
+    rank = {name: level for level, row in enumerate(PLUGIN_ORDER) for name in row.split()}
+    found = {module.split(".")[2] for module in modules() if module.startswith(f"{PLUGIN}.")}
+    assert found - {"__init__"} == set(order)
+    for module, name in imported():
+        own, other = (each.removeprefix(f"{PLUGIN}.").split(".")[0] for each in (module, name))
+        if own in rank and other in rank and own != other:
+            assert rank[own] < rank[other], f"{module} imports {name}"
 
 
 def test_hooks_and_registries_of_sglang_are_touched_in_few_files() -> None:

@@ -54,6 +54,7 @@ from sparrow_sglang.sglang_compat.install import version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 PLUGIN_NAME = "sparrow"
@@ -111,6 +112,15 @@ def resolve_schedule(server_args: "ServerArgs", hf_config: Any) -> BudgetSchedul
     if spec == AUTO:
         return schedule_for_model(hf_config, view.page_size).for_model(hf_config)
     return load_schedule(spec, view.page_size).for_model(hf_config)
+
+
+def prepare_model(_: None, runner: "ModelRunner", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook of loading a model, before the KV pool is sized: keep how this process decodes."""
+    if uses_sparrow(runner.server_args):
+        schedule = resolve_schedule(runner.server_args, runner.model_config.hf_config)
+        mode = mode_of(runner.server_args)
+        PROCESS.decoding = mode, schedule
+        mode.prepare_model(runner)
 
 
 def engine_arguments(text: str, reserved: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,22 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.plugin.arguments.modes import mode_of
-from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.scheduler.exact_acceptance import record_bytes
+from sparrow_sglang.plugin.state import require_decoding
 from sparrow_sglang.schedules.selection import landmark_bytes
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.arguments import resolved, rows_of_graphs
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-def prepare_model(_: None, runner: "ModelRunner", *args: Any, **kwargs: Any) -> None:
-    """AFTER hook of loading a model, before the KV pool is sized."""
-    mode_of(runner.server_args).prepare_model(runner)
 
 
 def reserve_landmarks(
@@ -48,7 +41,7 @@ def _landmark_bytes(kvc: "KVCacheConfigurator") -> int:
 
     from sparrow_sglang.attention_backends.landmarks import landmark_dtype
 
-    schedule = resolve_schedule(kvc.server_args, kvc.model_config.hf_config)
+    _, schedule = require_decoding()
     layers = set(versions.layer_range(kvc)).difference(schedule.dense_layers)
     heads = kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
     of_page = landmark_bytes(
@@ -79,12 +72,12 @@ def reserve_decode_buffers(
     if server_args.max_running_requests is not None:
         requests = server_args.max_running_requests // parallel.attn_dp_size
         rows = min(rows, rows_of_graphs(server_args, requests))
-    schedule = resolve_schedule(server_args, kvc.model_config.hf_config)
+    mode, schedule = require_decoding()
     draft_tokens = server_args.speculative_num_draft_tokens
     shape = DecodeShape.of_model(
         schedule, kvc.model_config, parallel.attn_tp_size, kvc.kv_cache_dtype, draft_tokens
     )
     meta, device = torch.device("meta"), torch.device("cuda", kvc.gpu_id)
     needed = DecodeBuffers(shape, rows, meta, device).num_bytes
-    needed += mode_of(server_args).round_bytes(rows, server_args, kvc.model_config)
+    needed += mode.round_bytes(rows, server_args, kvc.model_config)
     return available_bytes - needed - record_bytes(kvc.server_args, kvc.model_config)

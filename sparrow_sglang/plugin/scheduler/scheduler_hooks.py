@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.errors import SparrowError
-from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.scheduler.exact_acceptance import assign_recordings
 from sparrow_sglang.plugin.state import PROCESS
@@ -155,6 +154,6 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
     """AROUND hook: capture what the mode replays."""
-    if not uses_sparrow(runner.server_args) or runner.device != "cuda":
+    if PROCESS.scheduler is None or runner.device != "cuda":
         return original(runner)
-    return mode_of(runner.server_args).graph_runner()
+    return PROCESS.scheduler.mode.graph_runner()

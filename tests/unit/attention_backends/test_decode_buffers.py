@@ -17,6 +17,7 @@ from sparrow_sglang.attention_backends.gpu_decode import (
     TritonPagedDecode,
 )
 from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.plugin.arguments.server_args import prepare_model
 from sparrow_sglang.plugin.scheduler import memory
 
 SCHEDULE = make_schedule(16, 40, [16, 24])
@@ -164,6 +165,7 @@ class TestMemory:
                     get_num_kv_heads=lambda tp_size: 16 // tp_size,
                 ),
             )
+            prepare_model(None, kvc)
             return memory.reserve_decode_buffers(available, kvc, 80.0)
 
         return bytes_left

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.scheduler.scheduler_hooks import abort_one
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 
@@ -37,7 +38,7 @@ def place(scheduler: Any, where: str, reqs: list[Any]) -> None:
 )
 def test_a_longer_id_is_another_request(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     budgets: Any = None
-    monkeypatch.setattr(PROCESS, "scheduler", SchedulerState(budgets))
+    monkeypatch.setattr(PROCESS, "scheduler", SchedulerState(budgets, mode=Mode()))
     own, other = Req("a"), Req("a1")
     scheduler: Any = SimpleNamespace(waiting_queue=[])
     place(scheduler, where, [other])

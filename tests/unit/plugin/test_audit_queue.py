@@ -19,6 +19,7 @@ from sparrow_sglang.plugin.launcher.audit.mismatch_log import (
 )
 from sparrow_sglang.plugin.launcher.audit.queue import AuditQueue, skip_reason
 from sparrow_sglang.plugin.launcher.audit.statistics import SKIPPED
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.scheduler.exact_acceptance import keep_or_compare
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 from sparrow_sglang.schedules.options import RequestOption
@@ -123,7 +124,7 @@ def test_nothing_is_audited_while_the_server_decodes_densely() -> None:
 
 def test_an_error_of_the_record_ends_it_and_not_the_scheduler(monkeypatch) -> None:
     budgets: Any = None
-    state = SchedulerState(budgets, record=(1, 8), compared=[(0, 1)])
+    state = SchedulerState(budgets, record=(1, 8), compared=[(0, 1)], mode=Mode())
     monkeypatch.setattr(PROCESS, "scheduler", state)
     output, any_mode = object(), SimpleNamespace(is_decode=lambda: True, is_extend=lambda: True)
     no: Any = None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sparrow_sglang.plugin.launcher.control_guards import resume_memory
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.scheduler_calls import ControlError, flush
 from sparrow_sglang.plugin.state import ServerState
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -34,7 +35,7 @@ def test_whichever_replica_answers_first_all_must_be_emptied(flushed: tuple[bool
 
 
 def test_memory_is_resumed_once_whoever_repeats_the_call() -> None:
-    state = ServerState(*[BudgetSchedule.fixed(64, 16)] * 2, released={"kv_cache"})
+    state = ServerState(*[BudgetSchedule.fixed(64, 16)] * 2, released={"kv_cache"}, mode=Mode())
     calls = []
 
     async def call(manager: Any, request: Any) -> None:

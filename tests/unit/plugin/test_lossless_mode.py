@@ -12,6 +12,7 @@ from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.lossless.mode import Lossless
 from sparrow_sglang.plugin.scheduler import memory
+from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedules.options import RequestError
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 from sparrow_sglang.sglang_compat.arguments import resolved
@@ -126,7 +127,7 @@ def test_the_logits_of_a_round_are_reserved(
         model_config=model_config,
         kv_cache_dtype=torch.bfloat16,
     )
-    monkeypatch.setattr(memory, "resolve_schedule", lambda *_: None)
+    monkeypatch.setattr(PROCESS, "decoding", (Lossless(), None))
     for name in ("DecodeShape.of_model", "DecodeBuffers.__init__"):
         monkeypatch.setattr(f"sparrow_sglang.attention_backends.gpu_decode.{name}", lambda *_: None)
     monkeypatch.setattr(DecodeBuffers, "num_bytes", 0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sparrow_sglang.plugin.launcher import control
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.state import ServerState
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -17,7 +18,7 @@ class Ranks:
     """Two data-parallel replicas, which measure as long as `busy` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.state = ServerState(FIXED, FIXED, measures_dense=True)
+        self.state = ServerState(FIXED, FIXED, measures_dense=True, mode=Mode())
         self.manager: Any = SimpleNamespace(sparrow=self.state)
         self.busy = asyncio.Event()
         self.measured = 0

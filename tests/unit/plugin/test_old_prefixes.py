@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sparrow_sglang.plugin.launcher import control_guards, request_hooks
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.state import ServerState
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -17,7 +18,7 @@ class Server:
 
     def __init__(self) -> None:
         self.server_args = SimpleNamespace(dp_size=1)
-        self.sparrow = ServerState(*[BudgetSchedule.fixed(64, 16)] * 2)
+        self.sparrow = ServerState(*[BudgetSchedule.fixed(64, 16)] * 2, mode=Mode())
 
     def ask(self) -> None:
         tokenized = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))

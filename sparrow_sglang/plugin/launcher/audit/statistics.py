@@ -1,9 +1,7 @@
-"""The mismatch report of an audited server: tail statistics, Prometheus gauges, warnings."""
+"""The mismatch report of an audited server: tail statistics, Prometheus gauges."""
 
 import functools
-import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -15,11 +13,6 @@ from sparrow_sglang.mismatch.tail import TailStatistics
 from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-
-WELL_FILLED_TOKENS = 2000
-"""Tokens that a bin needs before its tail is warned of: 100 of them lie below the percentile."""
-FALSE_WARNINGS = 0.025
-"""Largest chance that a bin whose tail meets the target is ever warned of."""
 
 SKIPPED = ("dense", "own_schedule", "input")
 """Reasons why a request cannot be audited, see `queue.skip_reason`."""
@@ -34,8 +27,6 @@ _GAUGES = {
     "sparrow:kv_tokens_cached": ("KV tokens of the running requests", ()),
     "sparrow:kv_tokens_read": ("KV tokens that a sparse layer reads of them in one step", ()),
 }
-
-logger = logging.getLogger("sparrow_sglang")
 
 
 class AuditReport:
@@ -55,8 +46,6 @@ class AuditReport:
         width = tail_bin_tokens(schedule)
         self._tails = TailStatistics(width)
         self._changed: set[int] = set()
-        self._looks: Counter[int] = Counter()
-        self._next_look: dict[int, int] = {}
         # See `_prometheus_gauges`.
         for name, labels in list(self._shown_bins):
             self._set(name, math.nan, **dict(labels))
@@ -73,13 +62,12 @@ class AuditReport:
         self._changed |= set(bins.tolist()) - {NOT_COUNTED}
 
     def publish(self) -> None:
-        """Update the gauges; warn of low tails."""
+        """Update the gauges."""
         for index in sorted(self._changed):
             tail = self._tails.bin(index)
             self._set("sparrow:acceptance_tail", tail.tail, bin=index)
             self._set("sparrow:acceptance_mean", tail.mean, bin=index)
             self._set("sparrow:audited_tokens", tail.tokens, bin=index)
-            self._warn_if_low(index)
         self._changed.clear()
         # Set last, so that a reader who sees a request counted sees its tokens, too.
         for outcome, count in self.requests.items():
@@ -97,36 +85,6 @@ class AuditReport:
         self._set("sparrow:kv_tokens_cached", sum(sum(lengths) for _, lengths in groups.values()))
         read = sum(int(option.tokens_read(of).sum()) for option, of in groups.values())
         self._set("sparrow:kv_tokens_read", read)
-
-    def _warn_if_low(self, index: int) -> None:
-        """Warn of a bin if even the upper end of its tail's interval lies below the target.
-        Repeated looks at a tail that equals the target would see it fall below by chance, so look
-        again only after the tokens have doubled, and spend FALSE_WARNINGS on all looks together:
-        one part in k (k + 1) on the k-th."""
-        target, statistics = self.schedule.tail_target, self._tails
-        tokens = statistics.tokens()[index]
-        if target is None or tokens < self._next_look.get(index, WELL_FILLED_TOKENS):
-            return
-        self._looks[index] += 1
-        self._next_look[index] = 2 * tokens
-        look = self._looks[index]
-        bin_tail = statistics.bin(index, confidence=1 - 2 * FALSE_WARNINGS / (look * (look + 1)))
-        if bin_tail.tail_high is None or bin_tail.tail_high >= target:
-            return
-        self._next_look[index] = sys.maxsize
-        logger.warning(
-            "mismatch: at positions %d to %d the 5th percentile of the acceptance rate is"
-            " %.3f (interval %.3f to %.3f, %d tokens), below the %.2f that schedule"
-            " %s was made for; calibrate it for this model and these prompts",
-            bin_tail.first_position,
-            bin_tail.end_position - 1,
-            bin_tail.tail,
-            bin_tail.tail_low,
-            bin_tail.tail_high,
-            bin_tail.tokens,
-            target,
-            self.schedule.name,
-        )
 
     def _set(self, name: str, value: float, **labels: Any) -> None:
         gauge = self._gauges.get(name)
