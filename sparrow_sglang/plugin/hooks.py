@@ -86,6 +86,8 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_WEIGHTS}.end_weight_update", "AROUND", weight_checks.guard_update, "recv_req"),
     (f"{_TENSORS}.update_weights_from_tensor", "AROUND", weight_checks.check_tensors,
      "named_tensors load_format"),
+    ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER",
+     scheduler_hooks.note_retraction),
     (f"{_LORA}.validate_new_adapter", "BEFORE", adapter_checks.check_new_adapter, "lora_config"),
     (f"{_ADAPTER}._process_weight", "BEFORE", adapter_checks.check_weight, "name loaded_weight"),
     (f"{_ADAPTER}._normalize_weights", "BEFORE", adapter_checks.check_weights),

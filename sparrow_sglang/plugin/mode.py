@@ -2,6 +2,7 @@
 `lossless.mode.Lossless` for drafts that a dense pass verifies. Whatever differs between the two is
 a member here; `modes.mode_of` returns the mode of a server."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.plugin.hook import Hook
@@ -9,7 +10,7 @@ from sparrow_sglang.plugin.names import LOOKUPS_FIELD, LOSSLESS, WEIGHTS_FIELD
 from sparrow_sglang.plugin.scheduler_calls import gather_tp
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.names import AUTO
-from sparrow_sglang.schedules.options import RequestOption
+from sparrow_sglang.schedules.options import DraftUsage, KvUsage, RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ class Mode:
         self, request: "TokenizedGenerateReqInput", option: RequestOption | None
     ) -> None:
         """Raise `RequestError` if the request has a field that this mode would not honour."""
+
+    def usage(
+        self, option: RequestOption, meta: Mapping[str, Any], retracted: list[int]
+    ) -> KvUsage | DraftUsage:
+        """The report of a request by the `meta_info` of its last answer, and the tokens that it had
+        at each retraction."""
+        # The answer to a request that was aborted before it ran has no token counts.
+        prompt, completion = meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0)
+        return option.usage(prompt, completion, retracted)
 
     def prepare_model(self, runner: "ModelRunner") -> None:
         """Add what this mode keeps beside a model's weights, which have just been loaded."""

@@ -55,6 +55,10 @@ class ServerState:
     measuring: asyncio.Task[None] | None = None
     dense_tokens: int = 0
 
+    def released_message(self) -> str:
+        tags = ", ".join(sorted(self.released))
+        return f"memory is released ({tags}): call /resume_memory_occupation first"
+
     def switch(self, schedule: BudgetSchedule) -> None:
         """Validate requests and audit under `schedule` from now on."""
         self.schedule = schedule

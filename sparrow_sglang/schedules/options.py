@@ -7,11 +7,12 @@ value is one of
     {"dense": true}               every layer reads everything
     {"kv_budget_tokens": 1024}    the active schedule, but never more than this many tokens
 
-and beside one of them, or alone, {"report": true}: answers carry a `KvUsage` as
-`meta_info["sparrow"]` (`Engine.generate`, `/generate`) or, one per choice, `metadata["sparrow"]`
-(chat and text completions; while streaming, in a last chunk without choices)."""
+and beside one of them, or alone, {"report": true}: answers carry a `KvUsage`, or of a lossless
+server a `DraftUsage`, as `meta_info["sparrow"]` (`Engine.generate`, `/generate`) or, one per
+choice, `metadata["sparrow"]` (chat and text completions; while streaming, in a last chunk without
+choices, that of the usage if requested)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ _FIELD = f'custom_params["{KEY}"]'
 _ALLOWED = "dense, kv_budget_tokens or report"
 _MISSPELT = 0.85
 """Similarity to `KEY` from which another key is taken for it."""
+RETRACTED = "sparrow_retracted"
+"""Name in SGLang's `meta_info` of what the scheduler says of retractions to those who report."""
 ATTRIBUTE = "sparrow"
 """Attribute of SGLang's objects, requests and the TokenizerManager, that holds our state."""
 
@@ -40,9 +43,9 @@ class RequestError(InputError):
 class KvUsage:
     """What the decode steps of one request read, per KV head of a sparse layer, in tokens.
 
-    The first token comes out of prefill, so T tokens take T - 1 decode steps. Layers of the
-    schedule's `dense_layers` read all that is cached. A retraction, of which `meta_info` counts
-    `num_retractions`, replaces one decode step by a prefill, which this ignores.
+    The first token comes out of prefill, so T tokens take T - 1 decode steps, less one for each
+    retraction, whose first token comes out of a prefill, too. Layers of the schedule's
+    `dense_layers` read all that is cached.
 
     Attributes:
         schedule: name of the schedule that the request was decoded by; None if densely.
@@ -66,6 +69,25 @@ class KvUsage:
     kv_tokens_read_last: int | None = None
     kv_budget_last: int | None = None
     note: str | None = None
+
+
+@dataclass(frozen=True)
+class DraftUsage:
+    """What the rounds of one request drafted.
+
+    Attributes:
+        schedule: name of the drafts' schedule; None if they were dense.
+        kv_budget_tokens: the upper bound that the request set, if it did.
+        rounds: verifications, and dense steps where none was drafted.
+        drafts: tokens drafted.
+        accepted_drafts: those of them that were accepted.
+    """
+
+    schedule: str | None
+    kv_budget_tokens: int | None
+    rounds: int
+    drafts: int
+    accepted_drafts: int
 
 
 @dataclass(frozen=True)
@@ -121,18 +143,21 @@ class RequestOption:
             return np.asarray(cached, dtype=np.int64)
         return self.schedule.tokens_read(cached, self.kv_budget_tokens)
 
-    def usage(self, prompt_tokens: int, completion_tokens: int) -> KvUsage:
+    def usage(
+        self, prompt_tokens: int, completion_tokens: int, retracted: Iterable[int] = ()
+    ) -> KvUsage:
+        """`retracted`: the tokens that the response had at each retraction."""
         name = None if self.schedule is None else self.schedule.name
-        steps = max(0, completion_tokens - 1)
-        if not steps:
+        decoded = np.setdiff1d(np.arange(1, completion_tokens), list(retracted))
+        if not len(decoded):
             return KvUsage(name, self.kv_budget_tokens, 0)
-        cached = prompt_tokens + np.arange(1, steps + 1)
+        cached = prompt_tokens + decoded
         read = self.tokens_read(cached)
         budget, note = self._budget(int(cached[-1]), int(read[-1]))
         return KvUsage(
             schedule=name,
             kv_budget_tokens=self.kv_budget_tokens,
-            decode_steps=steps,
+            decode_steps=len(decoded),
             kv_tokens_cached_mean=round(float(cached.mean()), 1),
             kv_tokens_read_mean=round(float(read.mean()), 1),
             kv_tokens_cached_last=int(cached[-1]),

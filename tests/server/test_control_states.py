@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +106,34 @@ def test_memory_that_is_not_released_or_in_use(client: httpx.Client) -> None:
     assert "memory is released (kv_cache)" in said
     assert "weights" in refused(client, "/resume_memory_occupation", {})
     assert client.post("/resume_memory_occupation", json=tags).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("stop", "body", "resume", "why"),
+    [
+        ("release_memory", {"tags": ["kv_cache"]}, "resume_memory", "memory is released"),
+        ("pause_generation", {}, "continue_generation", "paused"),
+        ("begin_weight_update", {}, "end_weight_update", "weights are being updated"),
+    ],
+)
+def test_a_server_that_was_told_to_stop_is_alive_and_not_ready(
+    client: httpx.Client, stop: str, body: dict[str, Any], resume: str, why: str
+) -> None:
+    """SGLang's own answer comes after 20 seconds, and a probe would kill the server."""
+    calls = [f"/{name}_occupation" if "memory" in name else f"/{name}" for name in (stop, resume)]
+    stopped = client.post(calls[0], json=body)
+    if stopped.status_code == 404:
+        pytest.skip("this SGLang has no such call")
+    assert stopped.status_code == 200
+    try:
+        before = time.monotonic()
+        answers = [client.get(route) for route in ("/health", "/health_generate")]
+        assert time.monotonic() - before < 1
+    finally:
+        assert client.post(calls[1], json=body).status_code == 200
+    assert [answer.status_code for answer in answers] == [200, 503]
+    assert all(why in answer.json()["message"] for answer in answers)
+    assert client.get("/health_generate").status_code == 200
 
 
 def test_a_switch_that_waits_gives_up_when_it_shall(client: httpx.Client) -> None:

@@ -18,6 +18,7 @@ from sparrow_sglang.mismatch.exact_rates import (
 )
 
 SLOTS, STEPS = 6, 48
+REPORT = {"sparrow": {"report": True}}
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +38,24 @@ def measured(engine, prompts: list[list[int]], lengths: list[int]) -> list:
                 "input_ids": prompt,
                 "sampling_params": {
                     "max_new_tokens": length,
-                    "custom_params": record_into(slot, len(prompt)),
+                    "custom_params": record_into(slot, len(prompt)) | REPORT,
                 },
             }
             for slot, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
     )
     responses = [answer["output_ids"] for answer in answers]
+    reports = [answer["meta_info"]["sparrow"] for answer in answers]
     requests = [
         comparing_request(slot, prompt, response)
         for slot, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
     ]
     rates = [exact_rates(answer) for answer in endpoint.generate(requests)]
+    for prompt, found, report in zip(prompts, rates, reports, strict=True):
+        # A step without a rate was a prefill.
+        cached = [len(prompt) + step for step in 1 + np.flatnonzero(~np.isnan(found))]
+        assert report["decode_steps"] == len(cached)
+        assert report["kv_tokens_cached_mean"] == round(np.mean(cached), 1)
     return list(zip(responses, rates, strict=True))
 
 

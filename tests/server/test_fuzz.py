@@ -16,10 +16,12 @@ import pytest
 from adapted_models import SERVED, save_model_of_words
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from servers import start_server
+from servers import running_requests, start_server
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
+from waiting import wait_until
 
+from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedules.options import RequestError, RequestOption
@@ -227,7 +229,8 @@ class Live:
 
     @contextmanager
     def others(self) -> Iterator[list[str]]:
-        """Two clients generate within this context; what is wrong with their answers."""
+        """Two clients generate within this context, and one leaves its streams; what is wrong with
+        the answers of the two."""
         problems: list[str] = []
         is_over = Event()
 
@@ -242,7 +245,14 @@ class Live:
                 elif answer.json()["meta_info"]["completion_tokens"] != 40:
                     problems.append(str(answer.json()["meta_info"]))
 
-        threads = [Thread(target=generate) for _ in range(2)]
+        def leave() -> None:
+            sampling = {"max_new_tokens": 2000, "ignore_eos": True}
+            body = {"input_ids": [9] * 60, "sampling_params": sampling, "stream": True}
+            while not is_over.is_set():
+                with self.http.stream("POST", "/generate", json=body) as answer:
+                    next(answer.iter_lines())
+
+        threads = [Thread(target=each) for each in (generate, generate, leave)]
         for thread in threads:
             thread.start()
         try:
@@ -289,3 +299,9 @@ def test_a_live_server(live: Live) -> None:
         fuzz(0.03, changes)(live.require_answer)()
     assert problems == []
     assert live.http.get("/health_generate").status_code == 200
+    wait_until(lambda: not running_requests(live.http))
+    endpoint = connect(str(live.http.base_url))
+    assert endpoint.call_sparrow("landmarks")["pages"] > 0
+    # Refused as long as any request holds KV.
+    endpoint.flush_cache()
+    assert live.http.get("/v1/loads").json()["loads"][0]["num_used_tokens"] == 0

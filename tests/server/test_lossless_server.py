@@ -94,6 +94,23 @@ def test_drafts_are_counted(served: tuple[str, str]) -> None:
     assert gauges == [4]
 
 
+def test_a_report_counts_drafts(served: tuple[str, str]) -> None:
+    """By the client of docs/serving.md, whole and streamed."""
+    option = {"kv_budget_tokens": 64, "report": True}
+    before = counters(served[0])
+    answers = [
+        answer(served[0], extra_body={"custom_params": {"sparrow": option}}),
+        [*answer(served[0], stream=True, extra_body={"custom_params": {"sparrow": option}})][-1],
+    ]
+    first, second = (each.metadata["sparrow"][0] for each in answers)
+    assert first == second and first["kv_budget_tokens"] == 64
+    assert first["drafts"] == 4 * first["rounds"]
+    # The first token comes out of prefill, the last round may have accepted more than is returned.
+    assert 39 <= first["rounds"] + first["accepted_drafts"] <= 39 + 4
+    accepted = counters(served[0])["accepted_drafts"] - before["accepted_drafts"]
+    assert accepted == 2 * first["accepted_drafts"]
+
+
 def counters(url: str) -> dict[str, float]:
     metrics = sparrow_metrics(url).items()
     names = ("drafted_tokens", "drafts", "accepted_drafts")

@@ -129,6 +129,7 @@ def test_chat_completions(served):
 def test_streams_carry_the_same_answer(served, kind):
     asked = {"extra_body": sparrow(report=True, kv_budget_tokens=48)}
     streaming = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    kinds = {"chat": chat, "text": complete}
     if kind == "chat":
         whole = chat(served, **asked)
         text = whole.choices[0].message.content
@@ -142,9 +143,11 @@ def test_streams_carry_the_same_answer(served, kind):
     assert "".join(parts) == text
     # A busy server sends several tokens at once, but not all of them.
     assert sum(part != "" for part in parts) > 1
-    [usage] = [chunk.usage for chunk in chunks if chunk.usage]
-    assert usage.completion_tokens == TOKENS
+    assert [chunk for chunk in chunks if chunk.usage] == chunks[-1:]
+    assert chunks[-1].usage.completion_tokens == TOKENS
     assert chunks[-1].metadata == whole.metadata and chunks[-1].choices == []
+    without_usage = list(kinds[kind](served, **asked, stream=True))[-1]
+    assert without_usage.metadata == whole.metadata and without_usage.choices == []
     assert whole.metadata["sparrow"][0]["kv_budget_tokens"] == 48
     assert len({chunk.id for chunk in chunks}) == 1
 

@@ -11,8 +11,8 @@ import warnings
 FOLDERS = (
     ("tests/engine", "--ignore=tests/engine/rl"),
     ("tests/engine/rl",),
-    # `make fuzz` and `make soak` run these.
-    ("tests/server", "--ignore=tests/server/test_fuzz.py", "--ignore=tests/server/test_soak.py"),
+    # `make fuzz` runs this.
+    ("tests/server", "--ignore=tests/server/test_fuzz.py"),
     ("tests/processes",),
 )
 # These only compute, so they leave the processor to tests that also wait for processes, and get

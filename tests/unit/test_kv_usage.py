@@ -49,6 +49,15 @@ def test_means_and_last_step(schedule, cap):
         assert (usage.note is None) == (usage.kv_tokens_read_last == usage.kv_budget_last)
 
 
+def test_a_retraction_replaces_a_step_by_a_prefill():
+    """As one of a server did: 63 tokens of prompt, 120 of response, retracted at 99."""
+    usage = RequestOption(GROWING).usage(63, 120, [99])
+    cached = [63 + number for number in range(1, 120) if number != 99]
+    read = [one for n in cached for one in steps_read(GROWING, None, range(n, n + 1))]
+    assert (usage.decode_steps, usage.kv_tokens_cached_mean) == (118, 122.7)
+    assert usage.kv_tokens_read_mean == round(sum(read) / 118, 1)
+
+
 @pytest.mark.parametrize("schedule", [None, GROWING.as_dense()])
 def test_dense_reads_what_it_holds(schedule: BudgetSchedule | None):
     usage = RequestOption(schedule).usage(900, 101)

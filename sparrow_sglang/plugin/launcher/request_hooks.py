@@ -18,10 +18,11 @@ from sparrow_sglang.plugin.launcher.request_checks import (
     require_servable,
     unreadable,
 )
-from sparrow_sglang.plugin.state import server_state
+from sparrow_sglang.plugin.state import require_server_state, server_state
 from sparrow_sglang.schedules.options import (
     ATTRIBUTE,
     KEY,
+    RETRACTED,
     RequestError,
     RequestOption,
     RequestState,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
+    from sparrow_sglang.plugin.mode import Mode
 
 _DONE = "data: [DONE]\n\n"
 
@@ -63,10 +65,7 @@ def check_request(
         request.sampling_params.custom_params, state.schedule
     )
     if state.released:
-        raise RequestError(
-            f"memory is released ({', '.join(sorted(state.released))}): call"
-            " /resume_memory_occupation first"
-        )
+        raise RequestError(state.released_message())
     if state.has_old_prefixes:
         # Once for each update.
         state.has_old_prefixes = False
@@ -97,7 +96,7 @@ def report_in_response(
 def report_in_stream(
     original: Callable[..., AsyncIterator[str]], serving: Any, adapted: Any, *args: Any, **kw: Any
 ) -> AsyncIterator[str]:
-    """AROUND hook: add one more chunk at the end of a stream, with the same `metadata`."""
+    """AROUND hook: add the same `metadata` to a stream's chunk of usage, or in one more chunk."""
     events = original(serving, adapted, *args, **kw)
     if server_state(serving.tokenizer_manager) is None:
         return events
@@ -116,7 +115,7 @@ async def _wrapped_answers(
             require_samples(request)
             async for answer in answers:
                 begun = True
-                _report(answer, request)
+                _report(answer, request, require_server_state(manager).mode)
                 if not getattr(request, "stream", False):
                     # The caller may keep this generator, and with it a lock that switches wait for.
                     await answers.aclose()
@@ -132,13 +131,15 @@ async def _wrapped_answers(
                 request.is_single = True
 
 
-def _report(answer: Any, request: Any) -> None:
+def _report(answer: Any, request: Any, mode: "Mode") -> None:
     """Write the usage into the last answer of each part of `request` that requested it."""
     for position, output in enumerate(answer if isinstance(answer, list) else [answer]):
         meta = output["meta_info"]
         if RATES in meta and all(rates is None for rates in meta[RATES]):
             # An entry for another request's rates, which shared a batch with this one.
             del meta[RATES]
+        # Of other requests in the batch, too.
+        retracted = [count for count in meta.pop(RETRACTED, ()) if count is not None]
         # A stream has an answer per token.
         if meta.get("finish_reason") is None:
             continue
@@ -148,23 +149,27 @@ def _report(answer: Any, request: Any) -> None:
         option = request_state(part).option
         if option is None or not option.report:
             continue
-        # The answer to a request that was aborted before it ran has no token counts.
-        usage = option.usage(meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0))
-        meta[KEY] = asdict(usage)
+        meta[KEY] = asdict(mode.usage(option, meta, retracted))
         request_state(request).reports[index] = meta
 
 
 async def _with_last_chunk(events: Any, adapted: Any) -> AsyncIterator[str]:
-    first = ""
+    first, is_reported = "", False
     async with aclosing(events):
         async for event in events:
             first = first or event
-            if event == _DONE and (reports := request_state(adapted).reports):
+            reports = {} if is_reported else request_state(adapted).reports
+            if reports and (event == _DONE or ('"choices":[]' in event and '"usage":{' in event)):
+                is_reported = True
                 usages = [meta[KEY] for _, meta in sorted(reports.items())]
                 metadata = weight_metadata(reports[min(reports)]) | {KEY: usages}
-                chunk = json.loads(first.removeprefix("data: "))
-                head = {key: chunk.get(key) for key in ("id", "object", "created", "model")}
-                yield f"data: {json.dumps(head | {'choices': [], 'metadata': metadata})}\n\n"
+                chunk = json.loads((first if event == _DONE else event).removeprefix("data: "))
+                if event == _DONE:
+                    chunk = {name: chunk.get(name) for name in ("id", "object", "created", "model")}
+                chunk |= {"choices": [], "metadata": metadata}
+                yield f"data: {json.dumps(chunk)}\n\n"
+                if event != _DONE:
+                    continue
             yield event
 
 

@@ -34,7 +34,13 @@ _CHECKED: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/v1/score")),
 }
 """Routes of requests, and where their bodies hold our option."""
-_LOCATIONS = ((), ("sampling_params",), ("extra_body",), ("extra_body", "custom_params"), _OPENAI)
+_LOCATIONS = [
+    (*outer, *inner)
+    for outer in ((), ("sampling_params",), ("extra_body",), ("options",))
+    for inner in ((), _OPENAI)
+]
+_HEALTH = {"/health": HTTPStatus.OK, "/health_generate": HTTPStatus.SERVICE_UNAVAILABLE}
+"""Status of a server that generates nothing because it was told so: alive, but not ready."""
 _ERROR_EVENT = b'data: {"error":'
 
 
@@ -49,6 +55,8 @@ def add_routes(app: "FastAPI") -> None:
         path, changed = getattr(route, "path", None), cast(Any, route)
         if path in _CHECKED:
             changed.app = with_checks(changed.app, path)
+        if path in _HEALTH:
+            changed.app = _unless_asleep(changed.app, _HEALTH[path])
 
     def handler(name: str) -> Callable[["Request"], Awaitable["Response"]]:
         async def handle(request: Request) -> "Response":
@@ -59,6 +67,31 @@ def add_routes(app: "FastAPI") -> None:
     for name, methods in CALLS.items():
         handle = auth_level(AuthLevel.ADMIN_OPTIONAL)(handler(name))
         app.add_api_route(_PREFIX + name, handle, methods=methods)
+
+
+def _unless_asleep(app: AsgiApp, status: HTTPStatus) -> AsgiApp:
+    """Wrap the app of a health route, which waits 20 seconds for a token: answer at once, with
+    `status`, where a call has made the server stop generating."""
+
+    async def awake_app(scope: Message, receive: Receive, send: Send) -> None:
+        from fastapi.responses import JSONResponse
+        from sglang.srt.entrypoints.http_server import get_global_state
+
+        if reason := _sleeps(get_global_state().tokenizer_manager):
+            await JSONResponse({"message": reason}, status)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return awake_app
+
+
+def _sleeps(manager: Any) -> str | None:
+    state = require_server_state(manager)
+    if state.released:
+        return state.released_message()
+    if state.weight_update is not None:
+        return "weights are being updated: call /end_weight_update"
+    return "generation is paused: call /continue_generation" if manager.is_pause else None
 
 
 def with_checks(app: AsgiApp, path: str) -> AsgiApp:

@@ -1,6 +1,7 @@
 """Lossless decoding as a mode of the backend."""
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.hf_config import LINEAR, WINDOW, layer_types_of, window_layers
@@ -10,7 +11,7 @@ from sparrow_sglang.plugin.lossless.hooks import HOOKS
 from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.names import DRAFT_WEIGHTS, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
 from sparrow_sglang.plugin.server_log import describe_schedule
-from sparrow_sglang.schedules.options import RequestError, RequestOption
+from sparrow_sglang.schedules.options import DraftUsage, RequestError, RequestOption
 from sparrow_sglang.schedules.schedule import DRAFTS, BudgetSchedule
 from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
 from sparrow_sglang.sglang_compat.versions import LOSSLESS_NEEDS, resolve_target
@@ -129,10 +130,6 @@ class Lossless(Mode):
     def require_servable(
         self, request: "TokenizedGenerateReqInput", option: RequestOption | None
     ) -> None:
-        if option is not None and option.report:
-            raise RequestError(
-                "report=true with lossless decoding: tokens are dense; expected false"
-            )
         for name, neutral in _FIELDS.items():
             value = getattr(request.sampling_params, name, getattr(request, name, None))
             if value is not None and value not in (neutral, {}):
@@ -141,6 +138,18 @@ class Lossless(Mode):
                     f"{name}={quoted(value)}: expected {neutral!r} with lossless decoding, whose"
                     f" rounds do not apply it{hint if name.endswith('_penalty') else ''}"
                 )
+
+    def usage(
+        self, option: RequestOption, meta: Mapping[str, Any], retracted: list[int]
+    ) -> DraftUsage:
+        rounds = meta.get("spec_verify_ct", 0)
+        return DraftUsage(
+            schedule=None if option.schedule is None else option.schedule.name,
+            kv_budget_tokens=option.kv_budget_tokens,
+            rounds=rounds,
+            drafts=round(meta.get("spec_cap_length", 0) * rounds),
+            accepted_drafts=meta.get("spec_num_correct_drafts", 0),
+        )
 
     def prepare_model(self, runner: "ModelRunner") -> None:
         from sparrow_sglang.plugin.lossless.draft_weights import make_draft_weights

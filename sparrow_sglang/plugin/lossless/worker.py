@@ -101,6 +101,10 @@ class LosslessWorker(BaseSpecWorker):
             for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
             if not (req.finished() or req.is_retracted)
         ]
+        for req in requests:
+            if not (req.finished() or req.is_retracted):
+                # What SGLang returns as `spec_cap_length`, of each round.
+                req.spec_num_cap_tokens += plan.drafts + plan.lookups
         sparse, lookups = self._choice.observe(plan, accepted)
         if self._metrics is not None:
             kinds: dict[Kind, Drafted] = {

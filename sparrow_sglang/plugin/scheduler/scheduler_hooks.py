@@ -9,6 +9,7 @@ from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.scheduler.exact_acceptance import assign_recordings
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.plugin.stop_regex import compiled
+from sparrow_sglang.schedules.options import RETRACTED
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.install import INSTALL
 
@@ -108,6 +109,16 @@ def finish_by_pattern(original: Callable[..., bool], req: "Req", new_accepted_le
     req.finished_reason = FINISHED_MATCHED_REGEX(matched=matched)
     req.finished_len = len(req.output_ids)
     return True
+
+
+def note_retraction(_: None, req: "Req", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook: for a report, send the length of the response at a retraction. The next token
+    comes out of a prefill, and takes the entry along, as SGLang sends an entry for each token."""
+    if PROCESS.scheduler is None or not PROCESS.scheduler.option(req).report:
+        return
+    req.customized_info = req.customized_info or {}
+    entries, tokens = req.customized_info.setdefault(RETRACTED, []), len(req.output_ids)
+    entries += [*[None] * (tokens - len(entries)), tokens]
 
 
 def keep_sparse_kv_private(

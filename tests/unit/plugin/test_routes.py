@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sparrow_sglang.plugin.launcher.routes import with_checks
+from sparrow_sglang.plugin.launcher.routes import misplaced_option, with_checks
 
 ERROR = {"error": {"message": "wrong", "code": 413}}
 FLAT = {"object": "error", "message": "wrong", "type": "BadRequestError", "code": 400}
@@ -88,3 +88,39 @@ def test_other_answers_are_left_as_they_are(status, headers, bodies):
     messages = sent(status, headers, bodies)
     assert (messages[0]["status"], messages[0]["headers"]) == (status, headers)
     assert b"".join(message["body"] for message in messages[1:]) == b"".join(bodies)
+
+
+OPTION = {"sparrow": {"dense": True}}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/generate", OPTION),
+        ("/generate", {"custom_params": OPTION}),
+        ("/generate", {"sampling_params": OPTION}),
+        ("/v1/completions", OPTION),
+        ("/v1/completions", {"sampling_params": {"custom_params": OPTION}}),
+        ("/v1/chat/completions", {"extra_body": {"custom_params": OPTION}}),
+        # SGLang drops custom_params here.
+        ("/v1/responses", {"custom_params": OPTION}),
+        ("/v1/messages", {"custom_params": OPTION}),
+        ("/api/generate", {"custom_params": OPTION}),
+        ("/api/chat", {"options": OPTION}),
+        ("/api/chat", {"options": {"custom_params": OPTION}}),
+    ],
+    ids=str,
+)
+def test_an_option_that_nothing_reads_is_misplaced(route, body):
+    right = "in sampling_params.custom_params" if route == "/generate" else "in custom_params"
+    problem = misplaced_option(json.dumps(body).encode(), route)
+    assert problem.startswith('"sparrow"') and right in problem
+
+
+def test_an_option_in_its_place_is_not():
+    for route, body in (
+        ("/generate", {"sampling_params": {"custom_params": OPTION}}),
+        ("/v1/completions", {"custom_params": OPTION}),
+        ("/api/chat", {"messages": [{"role": "user", "content": '"sparrow"'}]}),
+    ):
+        assert misplaced_option(json.dumps(body).encode(), route) is None
