@@ -82,16 +82,17 @@ def test_drafts_are_counted(served: tuple[str, str]) -> None:
     now = counters(served[0])
     drafted, judged, counted = (now[name] - before[name] for name in before)
     # A round may be launched before the one that ends the request is known.
-    assert 0 < counted == accepted < judged <= 4 * rounds <= drafted <= 4 * (rounds + 4)
+    assert 0 < counted == accepted < judged <= 4 * rounds
+    assert 3 * rounds <= drafted <= 4 * (rounds + 4)
     found = exported(served[0])
     kinds = {name: labels.pop("kind", None) for name, labels in found.items() if "draft" in name}
     names = re.findall(r"sparrow\[:_\](\w*draft\w*)", DASHBOARD.read_text("utf-8"))
     for name in names:
         assert found[f"sparrow:{name}"] == found["sglang:spec_accept_length"]
-        assert kinds[f"sparrow:{name}"] == (None if name == "drafts_per_round" else {"sparse"})
+        assert kinds[f"sparrow:{name}"] == (None if "per_round" in name else {"sparse", "lookup"})
     assert len(set(names)) == 4
     gauges = [v for name, v in sparrow_metrics(served[0]).items() if "drafts_per_round" in name]
-    assert gauges == [4]
+    assert len(gauges) == 1 and gauges[0] in (3, 4)
 
 
 def test_a_report_counts_drafts(served: tuple[str, str]) -> None:
@@ -103,23 +104,20 @@ def test_a_report_counts_drafts(served: tuple[str, str]) -> None:
         [*answer(served[0], stream=True, extra_body={"custom_params": {"sparrow": option}})][-1],
     ]
     first, second = (each.metadata["sparrow"][0] for each in answers)
-    assert first == second and first["kv_budget_tokens"] == 64
-    assert first["drafts"] == 4 * first["rounds"]
-    # The first token comes out of prefill, the last round may have accepted more than is returned.
-    assert 39 <= first["rounds"] + first["accepted_drafts"] <= 39 + 4
+    for report in (first, second):
+        assert report["kv_budget_tokens"] == 64
+        assert 3 * report["rounds"] <= report["drafts"] <= 4 * report["rounds"]
+        # The first token comes out of prefill, and the last round may accept more than is returned.
+        assert 39 <= report["rounds"] + report["accepted_drafts"] <= 39 + 4
     accepted = counters(served[0])["accepted_drafts"] - before["accepted_drafts"]
-    assert accepted == 2 * first["accepted_drafts"]
+    assert accepted == first["accepted_drafts"] + second["accepted_drafts"]
 
 
 def counters(url: str) -> dict[str, float]:
     metrics = sparrow_metrics(url).items()
     names = ("drafted_tokens", "drafts", "accepted_drafts")
     return {
-        name: sum(
-            value
-            for found, value in metrics
-            if found.startswith(f"sparrow:{name}_total{{") and 'kind="sparse"' in found
-        )
+        name: sum(value for found, value in metrics if found.startswith(f"sparrow:{name}_total{{"))
         for name in names
     }
 
