@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,7 @@ def test_a_refused_broadcast_is_not_taken_for_the_next_one(
             world_size=2,
             rank=0,
             group_name=name,
+            timeout=timedelta(seconds=60),
         )
         assert joined.result()[0] == 200
 
