@@ -1,5 +1,6 @@
 """Which responses a learner measures and learns from, at which temperature and learning rate."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,20 @@ def test_the_adapter_learns_from_other_responses_than_choose_its_scale(
     assert learnt == sequences(1, 3, 5)
     ((chosen, rest),) = gated
     assert chosen.sequences == sequences(0, 2, 4) and rest == (SCHEDULE, TEMPERATURE)
+
+
+def test_an_update_moves_weights_by_its_learning_rate(sharp_llama: str) -> None:
+    policy = new_policy(sharp_llama)
+    trained, whole = LocalLearner(config(), policy), replace(batch(2), advantages=torch.ones(120))
+    before = [one.clone() for _, _, one in policy.named_parameters()]
+    moved = []
+    for lr in (0.0, 1e-3):
+        updated = trained.update(whole, trained.score(whole), lr)
+        assert (updated.metrics["actor/lr"], updated.metrics["actor/optimizer_steps"]) == (lr, 1)
+        after = (one for _, _, one in policy.named_parameters())
+        moved.append(max(float((a - b).abs().max()) for a, b in zip(after, before, strict=True)))
+    # A step of Adam moves no weight by much more than the rate.
+    assert moved[0] == 0 and 1e-4 < moved[1] < 5e-3
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
