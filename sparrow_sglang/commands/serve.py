@@ -62,6 +62,7 @@ defaults of sparrow, which your own flags override:
   --model-path smollm2-135m      the small model, converted at the first start (half a minute)
   --page-size 16                 tokens per page
   --log-level warning            SGLang's own default, info, logs every batch
+  --dtype float32                without a GPU, where bfloat16 takes about twice as long
 
 flags of sparrow:
   --sparrow-schedule NAME        a shipped schedule (sparrow schedules lists them), a .json file or
@@ -73,6 +74,7 @@ flags of sparrow:
   --sparrow-audit-log FOLDER     write what the audit finds into this folder
   --sparrow-draft-weights NAME   lossless decoding drafts with the model's own weights (model), FP8
                                  copies (fp8), or copies where these pay (auto, the default)
+  --sparrow-disable-lookups      lossless decoding drafts by sparse steps only
 
 All flags of SGLang work unchanged: sparrow serve --help-all lists them.
 Does your model work? sparrow doctor --model-path MODEL
@@ -163,7 +165,10 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     model = _value(flags, *_MODEL_FLAGS) or (None if "--config" in flags else EMBEDDED_MODEL_NAME)
     if model is not None and (problem := path_problem(model)):
         raise ModelError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
-    defaults = ["--attention-backend", BACKEND, "--log-level", "warning"]
+    from sparrow_sglang.plugin.registration import on_cpu_platform
+
+    dtype = ["--dtype", "float32"] if on_cpu_platform() else []
+    defaults = ["--attention-backend", BACKEND, *dtype, "--log-level", "warning"]
     folder = model and model_folder(model)
     if folder is None or folder == model:
         return defaults + flags

@@ -60,10 +60,13 @@ def activate() -> str | None:
     """Qualified name of the CPU platform, or None where SGLang has a platform of its own."""
     ignore_sigint_if_shielded()
     server_args.install_on_import()
+    return CPU_PLATFORM if on_cpu_platform() else None
+
+
+def on_cpu_platform() -> bool:
+    """Whether SGLang runs on our CPU platform here."""
     # The variable selects SGLang's own CPU engine, which needs Intel AMX.
-    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or has_accelerator():
-        return None
-    return CPU_PLATFORM
+    return os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1" and not has_accelerator()
 
 
 def has_accelerator() -> bool:

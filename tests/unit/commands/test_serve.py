@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ports import free_port
 
 from sparrow_sglang.commands import cli, serve
@@ -15,7 +16,9 @@ def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "model_folder", lambda name: folders.get(name, name))
 
 
-DEFAULTS = ["--attention-backend", "sparrow", "--log-level", "warning"]
+# Without a GPU torch takes twice as long in the bfloat16 of most checkpoints.
+CPU = [] if torch.cuda.is_available() else ["--dtype", "float32"]
+DEFAULTS = ["--attention-backend", "sparrow", *CPU, "--log-level", "warning"]
 NAMED = [*DEFAULTS, "--served-model-name", "smollm2-135m"]
 FOLDER = ["--model-path", "/cache/model"]
 
@@ -51,14 +54,12 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
     tiny_llama: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "server.yaml"
-    config.write_text(f"model-path: {tiny_llama}\nattention-backend: torch_native\nport: 8001\n")
+    lines = "attention-backend: torch_native\nport: 8001\ndtype: bfloat16\n"
+    config.write_text(f"model-path: {tiny_llama}\n{lines}")
     for words in (["--config", str(config)], [f"--config={config}"]):
         args = parsed([*words, "--port", "8002"])
-        assert (args.model_path, args.attention_backend, args.port) == (
-            tiny_llama,
-            "torch_native",
-            8002,
-        )
+        seen = args.model_path, args.attention_backend, args.dtype, args.port
+        assert seen == (tiny_llama, "torch_native", "bfloat16", 8002)
 
 
 @pytest.mark.parametrize(
