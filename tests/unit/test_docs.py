@@ -9,9 +9,11 @@ import shlex
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sparrow_sglang.benchmarks import all as every
 from sparrow_sglang.benchmarks import rollout, step
 from sparrow_sglang.commands import cli
 from sparrow_sglang.rl.config import TrainConfig
@@ -27,7 +29,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LAUNCHERS = (["sparrow", "serve"], ["sparrow", "doctor"], ["python", "-m", "sglang.launch_server"])
-BENCHMARK_PARSERS = {"step": step._parser, "rollout": rollout._parser}
+BENCHMARK_PARSERS = {"step": step._parser, "rollout": rollout._parser, "all": every._parser}
 
 
 def snippets(kind: str) -> list[str]:
@@ -111,7 +113,7 @@ def test_servers_and_doctors_parse() -> None:
 def test_python_snippets_can_be_imported() -> None:
     """As a file of their own: engines, which need a guard, are run by tests/processes."""
     found = snippets("python")
-    assert len(found) > 6
+    assert len(found) > 5
     for text in found:
         code = compile(text, "snippet", "exec")
         # This one sends a request to a server at once.
@@ -134,29 +136,61 @@ def test_settings_schedules_and_requests_are_valid() -> None:
         RequestOption.read(parameters["custom_params"], schedule)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "kinds", "count"),
-    [
-        ("h100", ("lossless", "coder"), 8),
-        ("h200", ("fp8_drafts.json",), 5),
-        ("h200", ("fp8_drafts_32k",), 3),
-    ],
-)
-def test_speed_ups_of_lossless_decoding_are_those_of_the_results(
-    gpu: str, kinds: tuple[str, ...], count: int
-) -> None:
-    page = (ROOT / "docs" / "lossless.md").read_text()
-    results = (ROOT / "benchmarks" / "results" / gpu).glob("decode_step_*.json")
-    rows = [
-        row | {"file": path}
-        for path in results
-        if any(kind in path.name for kind in kinds)
-        for row in json.loads(path.read_text())["rows"]
-    ]
-    table = step.steps_table(rows).replace("8 fp8", "8")
-    computed = [line.split() for line in table.splitlines()]
-    rounds = [cells for cells in computed if cells[3:5] == ["drafts", "8"]]
-    assert len(rounds) == count
-    for _, _, dense, _, _, ms, _, *gains in rounds:
-        cells = [dense, ms, *(gain.replace("x", "×") for gain in gains)]
-        assert " | ".join(cells) in page
+def result_rows(name: str) -> list[dict[str, Any]]:
+    path = ROOT / "benchmarks" / "results" / "h200" / f"{name}.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["rows"]
+    return rows
+
+
+def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
+    of_side = {(row["side"], row["sequences"]): row for row in result_rows("rollout-coder")}
+    figure = (ROOT / "docs" / "rollout.svg").read_text("utf-8")
+    for size in (1, 16, 64):
+        stock, ours = (of_side[side, size] for side in ("stock", "sparrow"))
+        speeds = [row["tokens_per_s"] for row in (stock, ours)]
+        cells = f"| {size} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {speeds[1] / speeds[0]:.2f}× |"
+        for page in ("README.md", "docs/benchmarks.md"):
+            assert cells in (ROOT / page).read_text("utf-8")
+    for label, row in (("stock SGLang (fa3)", stock), ("lossless", ours)):
+        assert f"{label}, {row['finished_s'][0][-1]:.1f} s" in figure
+
+
+def test_rounds_of_the_pages_are_those_of_the_result() -> None:
+    page = (ROOT / "docs" / "lossless.md").read_text("utf-8").replace("**", "")
+    of_case: dict[str, dict[tuple[int, int], float]] = {}
+    for row in result_rows("steps-8b"):
+        of_case.setdefault(row["case"], {})[row["drafts"], row["lookups"]] = row["step_ms"]
+    shown = [case for case, rounds in of_case.items() if len(rounds) == 4]
+    assert len(shown) == 5
+    for case in shown:
+        batch, length = map(int, case.split("x"))
+        cells = [f"{of_case[case][kind]:.2f}" for kind in ((8, 0), (3, 5), (1, 2), (0, 3))]
+        assert f"| {batch} × {length // 1024}K | {' | '.join(cells)} |" in page
+    fastest, slowest = (min(of_case[case].values()) for case in ("1x1024", "8x32768"))
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"{fastest:.2f} (1 × 1K) to {slowest:.2f} ms a token (8 × 32K)" in readme
+
+
+def test_sparse_steps_of_the_page_are_those_of_the_results() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    table = page[page.index("## Sparse steps") : page.index("## Training steps")]
+    name, quoted = "", 0
+    for line in table.splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        if len(cells) != 5 or "×" not in cells[4]:
+            continue
+        if link := re.search(r"h200/([^)]+)[.]json", cells[0]):
+            name = link[1]
+        batch, thousands = cells[1].rstrip("K").split(" × ")
+        steps = [
+            (row["step_ms"], row["schedule"])
+            for row in result_rows(name)
+            if row["case"].split("x")[0] == batch
+            and int(row["case"].split("x")[1]) // 1024 == int(thousands)
+            and not str(row["schedule"]).endswith(".json")
+        ]
+        (fa3,) = [ms for ms, schedule in steps if schedule is None]
+        (sparse,) = [ms for ms, schedule in steps if schedule]
+        assert cells[2:] == [f"{fa3:.2f}", f"{sparse:.2f}", f"{fa3 / sparse:.2f}×"], line
+        quoted += 1
+    assert quoted > 8
