@@ -96,15 +96,15 @@ class LosslessWorker(BaseSpecWorker):
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
         plan, requests = self._in_flight.popleft()
         # The scheduler launches a round before it knows which requests the one before has ended.
-        accepted = [
-            count
+        running = [
+            (count, req)
             for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
             if not (req.finished() or req.is_retracted)
         ]
-        for req in requests:
-            if not (req.finished() or req.is_retracted):
-                # What SGLang returns as `spec_cap_length`, of each round.
-                req.spec_num_cap_tokens += plan.drafts + plan.lookups
+        for _, req in running:
+            # What SGLang returns as `spec_cap_length`, of each round.
+            req.spec_num_cap_tokens += plan.drafts + plan.lookups
+        accepted = [count for count, _ in running]
         sparse, lookups = self._choice.observe(plan, accepted)
         if self._metrics is not None:
             kinds: dict[Kind, Drafted] = {
