@@ -34,19 +34,13 @@ def group_advantages(rewards: Sequence[Rewards], std_normalisation: bool = True)
     return Advantages(tuple(values for values, _ in parts), tuple(used for _, used in parts))
 
 
-def rewards_differ(rewards: Rewards) -> bool:
-    """Whether a group teaches anything: two of its known rewards differ."""
-    values = known_rewards(rewards)
-    return bool(values.size and values.max() > values.min())
-
-
 def _of_group(
     rewards: Rewards, std_normalisation: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    used = np.array([reward is not None for reward in rewards]) & rewards_differ(rewards)
-    values = np.zeros(len(rewards))
-    if used.any():
-        known = known_rewards(rewards)
+    known, values = known_rewards(rewards), np.zeros(len(rewards))
+    differ = len(set(known)) > 1
+    used = np.array([reward is not None and differ for reward in rewards])
+    if differ:
         values[used] = known - known.mean()
         if std_normalisation:
             values /= known.std(ddof=1) + _EPSILON

@@ -11,9 +11,9 @@ from sparrow_sglang.rl.advantages import Advantages, group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
 from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.correction import correction_metrics
 from sparrow_sglang.rl.evaluation import evaluate
 from sparrow_sglang.rl.learner import TrainersLost, Updated
+from sparrow_sglang.rl.loss import correction_metrics
 from sparrow_sglang.rl.metrics import (
     entropy_metrics,
     kv_metrics,
@@ -88,7 +88,8 @@ def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
 
 def roll_out(run: Run, step: int, clock: Clock) -> Collected:
     """The engine has released its memory afterwards."""
-    if _is_due(step, run.config.evaluation.every_steps):
+    every = run.config.evaluation.every_steps
+    if every and step % every == 0:
         with clock("evaluation"):
             _evaluate(run)
     with clock("sync"):
@@ -189,7 +190,3 @@ def _log_responses(
         tails,
     )
     run.log.append(RESPONSES_FILE, step, rows)
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

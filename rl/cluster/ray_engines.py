@@ -184,7 +184,8 @@ class RayEngines(RolloutEngine):
                 on_finished(n)
                 yield position, group
         finally:
-            self._stop_rollout()
+            for each in self._engines.values():
+                each.actor.stop.remote(self._rollouts)
 
     def _assign(self, waiting: deque[tuple[int, Prompt]], n: int) -> None:
         # Together, as an engine that has started polls for more prompts only now and then.
@@ -197,10 +198,6 @@ class RayEngines(RolloutEngine):
             assigned[slot].append(waiting.popleft())
         for slot, prompts in assigned.items():
             self._engines[slot].actor.add.remote(self._rollouts, prompts)
-
-    def _stop_rollout(self) -> None:
-        for engine in self._engines.values():
-            engine.actor.stop.remote(self._rollouts)
 
     def load(self, send: Send, version: str) -> str | None:
         """`send` sends weights to all engines, of `version`. Raises `EngineDied`."""

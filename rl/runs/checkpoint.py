@@ -83,15 +83,12 @@ def owned(run_dir: Path) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = open(run_dir / ".lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise InputError(
-            f"run_dir={str(run_dir)!r}: cannot be written ({error.strerror or error})"
-        ) from None
+        taken = isinstance(error, BlockingIOError)
+        why = "another process trains there" if taken else f"cannot be written ({error.strerror})"
+        raise InputError(f"run_dir={str(run_dir)!r}: {why}") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"run_dir={str(run_dir)!r}: another process trains there") from None
         yield
 
 
@@ -111,12 +108,8 @@ class Checkpoints:
     def best(self) -> dict[str, Any]:
         """`step` and `pass_rate` of the best evaluation so far; empty before the first."""
         path = self._folder / _BEST
-        try:
+        with _readable(path):
             best: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        except ValueError:
-            raise InputError(
-                f"{path} is damaged: delete it, and the next evaluation counts as the best"
-            ) from None
         same = self._evaluated in ("", best.get("evaluated", self._evaluated))
         return best if same else {}
 
@@ -213,31 +206,17 @@ def _follow_umask(folder: Path) -> None:
 
 
 def require_space(config: TrainConfig, parameters: int) -> None:
-    """Raises `InputError` if the disk has no room for the checkpoints of the steps to come."""
-    folder = next(
-        path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists()
-    )
+    """Raises `InputError` if the disk has no room for the next checkpoint."""
+    if config.steps in Checkpoints(config.run_dir, config.checkpoint.keep).steps():
+        return
+    parents = (config.run_dir, *config.run_dir.absolute().parents)
+    free = shutil.disk_usage(next(path for path in parents if path.exists())).free
     # Weights, moments and the exported weights, in fp32 at most.
     size = 16 * parameters
-    existing = Checkpoints(config.run_dir, config.checkpoint.keep).steps()
-    every, evaluated = config.checkpoint.every_steps, config.evaluation.every_steps
-    keep, on_disk, most = config.checkpoint.keep, list(existing), 0
-    for step in range(max(existing, default=0) + 1, config.steps + 1):
-        regular = every and (step < every or step % every == 0)
-        if regular or step == config.steps or (evaluated and step % evaluated == 0):
-            on_disk.append(step)
-            most = max(most, len(on_disk))
-            # One that was evaluated may be the best, where not only better ones are written.
-            best = [one for one in on_disk[:-keep] if every and evaluated and one % evaluated == 0]
-            on_disk = best[:1] + on_disk[-keep:]
-    needed = max(0, most - len(existing)) * size
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        fewer = f"a lower checkpoint.keep than {keep}, or "
+    if size > free:
         raise InputError(
-            f"run_dir={str(config.run_dir)!r}: {free / 2**30:.1f} GiB are free there, and"
-            f" checkpoints of {size / 2**30:.1f} GiB take {needed / 2**30:.1f} GiB more; expected"
-            f" {fewer if keep > 1 else ''}another disk"
+            f"run_dir={str(config.run_dir)!r}: {free / 2**30:.1f} GiB are free there, and a"
+            f" checkpoint takes {size / 2**30:.1f} GiB; expected another disk"
         )
 
 
@@ -275,13 +254,13 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _readable(path: Path) -> Iterator[None]:
     """Turn any error into `InputError`: a damaged checkpoint raises many kinds."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
         raise InputError(
-            f"{folder} cannot be read ({_reason(error)}): delete it to go on from the one before"
+            f"{path} cannot be read ({_reason(error)}): delete it to go on without it"
         ) from error
 
 

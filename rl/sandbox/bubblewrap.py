@@ -17,7 +17,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.errors import InputError
 
 # User ids without an account, one per reward worker, so that their processes count separately.
 FIRST_UID, NUM_UIDS = 50000, 10000
@@ -115,7 +115,7 @@ if main:
 """
 
 
-class SandboxError(SparrowError, RuntimeError):
+class SandboxError(InputError):
     """Untrusted code cannot be run safely; the message says why and what to do."""
 
 

@@ -96,13 +96,14 @@ def check_sandbox(sandbox: str) -> None:
     problem = sandbox_problem(sandbox)
     if problem is None:
         return
-    if sandbox != BUBBLEWRAP:
-        raise SandboxError(f"{problem}; expected the address of a SandboxFusion server that runs")
-    raise SandboxError(
-        f'bubblewrap does not work: {problem}. Run "apt-get install -y bubblewrap" (0.8 or newer)'
-        " where namespaces are allowed (a container needs --privileged), or set"
-        ' task.options.sandbox = "http://HOST:8080" to a SandboxFusion server'
-    )
+    remedy = "expected the address of a SandboxFusion server that runs"
+    if sandbox == BUBBLEWRAP:
+        remedy = (
+            'run "apt-get install -y bubblewrap" (0.8 or newer) where namespaces are allowed (a'
+            ' container needs --privileged), or set task.options.sandbox = "http://HOST:8080" to a'
+            " SandboxFusion server"
+        )
+    raise SandboxError(f"task.options.sandbox={sandbox!r}: {problem}; {remedy}")
 
 
 def sandbox_problem(sandbox: str) -> str | None:

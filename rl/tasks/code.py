@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskSource
 from sparrow_sglang.rl.sandbox.run import (
     BUBBLEWRAP,
     Limits,
-    SandboxError,
     SandboxResult,
     check_sandbox,
     run_inputs,
@@ -61,10 +59,7 @@ class CodeOptions(FileOptions):
 
 def load(config: TaskSource, render: Render) -> Task:
     options = parse_options(CodeOptions, config)
-    try:
-        check_sandbox(options.sandbox)
-    except SandboxError as error:
-        raise InputError(f"task.options.sandbox={options.sandbox!r}: {error}") from None
+    check_sandbox(options.sandbox)
     settings = {
         "limits": {"wall_clock_s": options.wall_clock_s, "memory_bytes": options.memory_mib << 20},
         "response_s": options.response_s,

@@ -1,8 +1,8 @@
 """Prompts of your data files, rewarded by your function, which receives the row as `payload`."""
 
-import importlib.util
+import sys
 from collections.abc import Callable, Mapping
-from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
@@ -32,21 +32,10 @@ _EXPECTED = (
 
 
 def require_module(key: str, name: str) -> None:
-    """Raises `InputError` without importing the module."""
-    module = name.partition(":")[0]
-    first, *parts = module.split(".")
-    try:
-        spec = importlib.util.find_spec(first)
-        for number, _ in enumerate(parts, 2):
-            if spec is None or spec.submodule_search_locations is None:
-                spec = None
-                break
-            path = ".".join([first, *parts][:number])
-            spec = PathFinder.find_spec(path, list(spec.submodule_search_locations))
-    except ValueError:
-        spec = None
-    if spec is None:
-        raise InputError(f"{key}={name!r}: there is no module {module!r}; {_EXPECTED}")
+    """Raises `InputError` if its package is not there; imports nothing."""
+    package = name.partition(":")[0].partition(".")[0]
+    if package not in sys.modules and not (package and find_spec(package)):
+        raise InputError(f"{key}={name!r}: there is no module {package!r}; {_EXPECTED}")
 
 
 def imported(key: str, name: str) -> Callable[..., Any]:

@@ -35,15 +35,11 @@ _NO_ANSWER = ("proof", "notfound", "not found", "n/a", "nan")
 
 # Columns that a prompt or its judgement would lack, and what is read instead.
 _UNREAD = {
-    name: what
-    for what, names in {
-        "text only": "image images",
-        "the whole problem in a column 'prompt'": "body Body context passage table",
-        "a column 'tests' of objects with input and output": (
-            "test_cases test_list unit_tests public_tests private_tests"
-        ),
-    }.items()
-    for name in names.split()
+    "text only": "image images",
+    "the whole problem in a column 'prompt'": "body Body context passage table",
+    "a column 'tests' of objects with input and output": (
+        "test_cases test_list unit_tests public_tests private_tests"
+    ),
 }
 
 
@@ -135,8 +131,9 @@ def read_example(row: Mapping[str, Any]) -> tuple[str, Example]:
     layout, example = _by_layout(row)
     has_tests = example.get("tests") is not None
     given = ["'prompt'"] * (row.get("prompt") is not None) + ["'tests'"] * has_tests
-    for name, what in _UNREAD.items():
-        if row.get(name) and not any(field in what for field in given):
+    for what, names in _UNREAD.items():
+        name = next(filter(row.get, names.split()), None)
+        if name and not any(field in what for field in given):
             raise ValueError(f"{name}={quoted(row[name])}: is not read; expected {what}")
     if not has_tests:
         column = next((name for name in _ANSWERS if name in row), "reward_model.ground_truth")
@@ -253,27 +250,20 @@ def with_one_answer(example: Example, column: str) -> Example:
 
 
 def _with_choices(row: Mapping[str, Any], example: Example) -> Example:
-    """With the choices of MMLU, MMLU-Pro, ARC or MedQA in the prompt, and the right one's label as
-    the answer."""
+    """With the choices of MMLU in the prompt, and the right one's letter as the answer."""
     column = next((name for name in ("choices", "options") if row.get(name)), None)
     if column is None or not isinstance(example["prompt"], str):
         return example
     choices, answer = row[column], example.get("answer")
-    if isinstance(choices, Mapping) and {"label", "text"} <= choices.keys():
-        choices = dict(zip(choices["label"], choices["text"], strict=True))
-    elif isinstance(choices, list):
-        choices = dict(zip(ascii_uppercase, choices, strict=False))
-    labels = list(choices) if isinstance(choices, Mapping) else []
-    if type(answer) is int and 0 <= answer < len(labels):
-        answer = labels[answer]
-    elif answer not in labels:
-        answer = next((label for label in labels if choices[label] == answer), None)
-    if answer is None:
+    letters = ascii_uppercase[: len(choices)] if isinstance(choices, list) else ""
+    if type(answer) is int and 0 <= answer < len(letters):
+        answer = letters[answer]
+    if not isinstance(answer, str) or answer not in [*letters]:
         raise ValueError(
-            f"{column}={quoted(row[column])}: expected a list or labelled texts, and as answer a"
-            " label, a text or an index from 0"
+            f"{column}={quoted(choices)}: expected a list, and as answer a letter or an index from"
+            " 0"
         )
-    lines = [f"{label}. {text}" for label, text in choices.items()]
+    lines = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
     return example | {"prompt": "\n".join([example["prompt"], *lines]), "answer": answer}
 
 

@@ -1,7 +1,6 @@
 """Schedule files with their evidence, reports of checks, and both as tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from sparrow_sglang.atomic_write import write_json
@@ -16,7 +15,7 @@ from sparrow_sglang.calibration.choice import (
     tail_fields,
 )
 from sparrow_sglang.calibration.job import Job
-from sparrow_sglang.calibration.samples import Tokens, WorkFolder
+from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.command_line import table
 from sparrow_sglang.mismatch.tail import TAIL_PERCENTILE
 from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
@@ -50,9 +49,10 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
         except CalibrationError as error:
             failures.append(str(error))
             continue
-        with _keeping_measurements(job.work):
+        with job.work.writing(path):
             schedule.save(path)
-        yield f"{path} (target {target})\n{describe_bins(schedule)}\n"
+        bins = _table(schedule.provenance["bins"], schedule.bin_tokens, "basis")
+        yield f"{path} (target {target})\n{bins}\n"
     if failures:
         raise CalibrationError(
             f"{'; '.join(failures)}; the measurements are kept in {job.work.path}"
@@ -65,7 +65,7 @@ def write_check(job: Job) -> list[dict[str, Any]]:
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
         for schedule, target in zip(job.under, job.targets, strict=True)
     ]
-    with _keeping_measurements(job.work):
+    with job.work.writing(job.out):
         write_json(job.out, {"checks": reports, **job.origin(), "settings": job.settings})
     return reports
 
@@ -155,10 +155,6 @@ def check_schedule(
     }
 
 
-def describe_bins(schedule: BudgetSchedule) -> str:
-    return _table(schedule.provenance["bins"], schedule.bin_tokens, "basis")
-
-
 def describe_check(report: Mapping[str, Any]) -> str:
     verdict = "holds" if report["holds"] else "does not hold"
     if not any(row["verdict"] in ("holds", "fails", "undecided") for row in report["bins"]):
@@ -193,15 +189,3 @@ def _table(rows: Any, bin_tokens: int, last: str) -> str:
         cells = [f"{start}-{start + bin_tokens - 1}", f"{row['budget_tokens']}", tail, bounds]
         lines.append([*cells, f"{row['tokens']}", row[last]])
     return table(lines, ">")
-
-
-@contextmanager
-def _keeping_measurements(work: WorkFolder) -> Iterator[None]:
-    """Turn a failed write of results into an error that says that the measurements are kept."""
-    try:
-        yield
-    except OSError as error:
-        raise CalibrationError(
-            f"cannot write {error.filename or 'the results'} ({error.strerror or error}); the"
-            f" measurements are kept in {work.path}: make room and repeat the command"
-        ) from None

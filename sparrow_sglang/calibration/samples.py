@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.atomic_write import replacing
+from sparrow_sglang.atomic_write import replacing, write_json
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt
 from sparrow_sglang.json_values import quoted
@@ -88,13 +88,12 @@ class WorkFolder:
             raise CalibrationError(
                 f"--work {path}: {error}; expected a new folder, or one of the same command"
             ) from None
-        text = json.dumps(settings, indent=1) + "\n"
+        current = json.loads(json.dumps(settings))
         # A command that failed before it measured anything may be corrected.
         if stored is None or not any(path.glob(_BATCHES)):
-            with self.writing(SETTINGS) as draft:
-                draft.write_text(text, "utf-8")
+            with self.writing(target):
+                write_json(target, current)
             return
-        current = json.loads(text)
         for key in sorted(current.keys() | stored.keys()):
             if current.get(key) != stored.get(key):
                 raise CalibrationError(
@@ -127,7 +126,8 @@ class WorkFolder:
         }
         prompts = json.dumps({number: tokens.prompt for number, tokens in finished.items()})
         table = pyarrow.table(columns).replace_schema_metadata({_SAMPLES_KEY: prompts.encode()})
-        with self.writing(f"batch-{min(finished):08d}.parquet") as draft:
+        target = self.path / f"batch-{min(finished):08d}.parquet"
+        with self.writing(target), replacing(target) as draft:
             parquet.write_table(table, draft)
 
     def by_schedule(self, samples: Sequence[Sample]) -> dict[str, list[Tokens]]:
@@ -139,15 +139,14 @@ class WorkFolder:
         return measured
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[Path]:
-        """A draft of the file `name`. Raises `CalibrationError` if it cannot be written."""
+    def writing(self, target: Path) -> Iterator[None]:
+        """Raise `CalibrationError` if the block cannot write `target`, as on a full disk."""
         try:
-            with replacing(self.path / name) as draft:
-                yield draft
+            yield
         except OSError as error:
             raise CalibrationError(
-                f"--work {self.path}: cannot write {name} ({error.strerror or error}): make room"
-                " and repeat the command, which keeps earlier measurements"
+                f"cannot write {target} ({error.strerror or error}): make room and repeat the"
+                f" command; the measurements are kept in {self.path}"
             ) from None
 
 

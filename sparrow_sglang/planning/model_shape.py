@@ -66,11 +66,6 @@ class ModelShape:
         layer = attention + 3 * self.intermediate_size
         return self.hidden_size * (self.num_layers * layer + self.vocab_size)
 
-    @property
-    def layer_kv_width(self) -> int:
-        """Key and value numbers of one cached token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim
-
 
 def _positive(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)

@@ -62,7 +62,8 @@ def kv_bytes(
         if schedule.pages_read(pages) < pages:
             page = landmark_bytes(schedule.selection, schedule.page_size, shape.head_dim, _ITEMSIZE)
             landmarks = sparse * (pages - schedule.least_pages) * shape.num_kv_heads * page
-    return batch * (_ITEMSIZE * shape.layer_kv_width * token_layers + landmarks)
+    width = 2 * shape.num_kv_heads * shape.head_dim
+    return batch * (_ITEMSIZE * width * token_layers + landmarks)
 
 
 def step_terms(

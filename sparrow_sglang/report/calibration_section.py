@@ -81,7 +81,7 @@ def _budget_chart(section: Section, schedules: Sequence[BudgetSchedule]) -> None
     with section.chart("KV budget by length", POSITION_LABEL, "KV tokens read", note) as axes:
         for i, schedule in enumerate(schedules):
             edges = [n * schedule.bin_tokens for n in range(len(schedule.budget_tokens) + 1)]
-            style = series(i, schedule.name, len(schedules)) | {"baseline": None, "linewidth": 1.8}
+            style = series(i, schedule.name) | {"baseline": None, "linewidth": 1.8}
             axes.stairs(schedule.budget_tokens, edges, **style)
         axes.plot([0, end], [0, end], "--", color=PALETTE[-1], label="all that is cached")
         scale(axes, whole=True)

@@ -9,12 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from sparrow_sglang.report.sources import Row
 
 POSITION_LABEL = "position (cached tokens)"
-_LEAST_SPAN = 1e-4
 # Of medium lightness, to be seen on both black and white.
 PALETTE = ("#3f7fce", "#c4691c", "#2f8f6b", "#8a63c9", "#c9504f", "#2389a3", "#a07a14", "#7b8087")
 INK, RULE = "#101010", "#dddddd"
@@ -107,9 +104,6 @@ def scale(axes: Any, whole: bool = False, from_zero: bool = False) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
     if from_zero:
         axes.set_ylim(bottom=0)
-    # Differences below this are rounding.
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, max(high, low + _LEAST_SPAN))
 
 
 def draw_level(axes: Any, name: str, level: float) -> None:
@@ -117,18 +111,8 @@ def draw_level(axes: Any, name: str, level: float) -> None:
     axes.axhline(level, color=INK, linewidth=1.1, linestyle="--", label=label, gid="level")
 
 
-def shades(count: int) -> Any:
-    """A colour for each of `count` series; of more than the palette has, shades in their order."""
-    from matplotlib import colormaps
-
-    if count <= len(PALETTE):
-        return PALETTE[:count]
-    # Darker, as yellow could not be seen on white.
-    return 0.85 * colormaps["turbo"](np.linspace(0.08, 0.92, count))[:, :3]
-
-
-def series(index: int, label: str, count: int = len(PALETTE)) -> dict[str, Any]:
-    return {"color": shades(count)[index], "label": label, "gid": f"series-{index}"}
+def series(index: int, label: str) -> dict[str, Any]:
+    return {"color": PALETTE[index % len(PALETTE)], "label": label, "gid": f"series-{index}"}
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -18,7 +18,7 @@ def rollout_figure(rows: Sequence[Row]) -> str:
     most = max(row["sequences"] for row in rows)
     rows = [row for row in rows if row["sequences"] == most]
     dense = [row for row in rows if not (row["schedule"] or row.get("side") == "ngram")]
-    dense.sort(key=lambda row: -_speed(row))
+    dense.sort(key=lambda row: -float(row["tokens_per_s"]))
     shown = [*dense[:1], *(row for row in rows if row["schedule"])]
     longest, device = max(row["longest"] for row in shown), shown[0]["device"]
     title = f"{shown[0]['model']}, {most} sequences of up to {longest:,} tokens, {device}"
@@ -35,10 +35,6 @@ def rollout_figure(rows: Sequence[Row]) -> str:
     for colour, anywhere in _ANYWHERE.items():
         text = text.replace(colour, anywhere)
     return text
-
-
-def _speed(row: Row) -> float:
-    return float(row["tokens_per_s"])
 
 
 def _side(row: Row) -> str:

@@ -1,29 +1,23 @@
 """The section about a training run."""
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from sparrow_sglang.mismatch.token_bins import BIN_TOKENS
 from sparrow_sglang.report.page import (
-    INK,
     Section,
     draw_level,
     flat,
     number,
     scale,
     series,
-    shades,
     versions,
 )
 from sparrow_sglang.report.sources import PASS_RATE, Row, Run, read_run, reading
 from sparrow_sglang.run_folder import ENTROPY, RESPONSES_FILE, REWARD, TAIL, read_rows
 
-_TAIL_OF_BIN = f"{TAIL}_bin"
 _SHOWN_STEPS = 40
 _STEP_COLUMNS = {
     "reward": REWARD,
@@ -37,36 +31,17 @@ _STEP_COLUMNS = {
     "tokens/s": "sparrow/rollout_tokens_per_s",
     "seconds": "timing_s/step",
 }
-# Title, unit, label of each metric, and a note. Without metrics: the tails by position.
+# Title, unit, label of each metric, and a note.
 _CHARTS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("Reward", "mean reward", {REWARD: "training", PASS_RATE: "held out, dense"}, ""),
     ("Response length", "tokens", {f"response_length/{k}": k for k in ("mean", "max")}, ""),
-    ("Entropy", "nats", {ENTROPY: "dense policy"}, "Per token."),
     (
         "Acceptance rate of the rollouts",
         "acceptance rate",
         {TAIL: "5th percentile", "sparrow/accept_mean": "mean"},
         "Exact, from both whole distributions of measured tokens.",
     ),
-    ("Tail by position", "acceptance rate", {}, "5th percentile, by first position of a bin."),
-    ("Rollout throughput", "tokens/s", {"sparrow/rollout_tokens_per_s": "rollout"}, ""),
-    (
-        "KV tokens per generated token",
-        "KV tokens",
-        {f"sparrow/kv_tokens_{k}": k for k in ("cached", "read")},
-        "What a sparse layer reads of what is cached of the sequence, mean over steps.",
-    ),
-    (
-        "Rollout against dense policy",
-        "nats per token",
-        {"rollout_corr/k3_kl": "KL", "sparrow/distill_kl": "KL that DistillSparse lowers"},
-        "KL(rollout ‖ dense), estimated from sampled tokens.",
-    ),
 )
-_FROM_ZERO = ("tokens", "nats", "nats per token", "tokens/s", "KV tokens")
-_ZERO_SAYS_NOTHING = ("nats per token", "KV tokens")
-_LEAST_SHARE = 0.005
-"""Stages that never take this share of a step are drawn with the rest."""
 
 
 def run_section(folder: Path) -> Section:
@@ -84,12 +59,7 @@ def run_section(folder: Path) -> Section:
     section.tables.append((title, ("step", *columns), rows))
     if run.starts:
         section.settings.append(("Configuration", flat(run.config)))
-    shown_software: dict[str, str] = {}
-    for start in run.starts:
-        software = versions(start | {"date": "", "command": ""})
-        if software != shown_software:
-            section.settings.append((f"Versions from step {start['step']} on", versions(start)))
-        shown_software = software
+        section.settings.append(("Versions", versions(run.start)))
     with reading(folder / RESPONSES_FILE):
         section.samples += _samples(read_rows(folder / RESPONSES_FILE))
     return section
@@ -117,61 +87,23 @@ def _run_charts(section: Section, run: Run) -> None:
     limit = run.config.get("rollout", {}).get("max_new_tokens")
     target = run.start.get("tail_target")
     levels = {"tokens": ("limit", limit), "acceptance rate": ("target", target)}
-    moves = [
-        after["step"] - 0.5
-        for before, after in itertools.pairwise(run.starts)
-        if before["config"].get("engine") != after["config"].get("engine")
-    ]
-    moved = " Dotted vertical lines: another engine configuration." if moves else ""
     names = {name for row in run.rows for name in row}
-    bins = sorted(int(n.removeprefix(_TAIL_OF_BIN)) for n in names if n.startswith(_TAIL_OF_BIN))
-    width = run.start.get("tail_bin_tokens") or BIN_TOKENS
-    tails = {f"{_TAIL_OF_BIN}{index}": f"{index * width:,}+" for index in bins}
     of_sets = {n: m[1] for n in sorted(names) if (m := re.fullmatch("eval/(.+)/pass_rate", n))}
     for title, unit, metrics, note in _CHARTS:
-        labels = (metrics or tails) | (of_sets if PASS_RATE in metrics else {})
+        labels = metrics | (of_sets if PASS_RATE in metrics else {})
         curves = {text: run.curve(name) for name, text in labels.items() if name in names}
-        if unit in _ZERO_SAYS_NOTHING:
-            curves = {text: curve for text, curve in curves.items() if any(curve.values())}
         if not curves:
             continue
-        with section.chart(title, "step", unit, (note + moved).strip()) as axes:
+        with section.chart(title, "step", unit, note) as axes:
             for i, (label, curve) in enumerate(curves.items()):
                 # Unclipped, as a marker at 0 would be cut in half.
-                style = series(i, label, len(curves)) | {"clip_on": False}
+                style = series(i, label) | {"clip_on": False}
                 marker = "o" if len(curve) <= _SHOWN_STEPS else None
                 axes.plot(list(curve), list(curve.values()), marker=marker, **style)
             label, level = levels.get(unit, ("", None))
             if level is not None:
                 draw_level(axes, label, level)
-            for move in moves:
-                axes.axvline(move, color=INK, linewidth=0.9, linestyle=":")
-            scale(axes, whole=True, from_zero=unit in _FROM_ZERO)
-    # The areas of one step would have no width.
-    if len(run.steps) > 1:
-        with section.chart("Where the time of a step goes", "step", "seconds") as axes:
-            _stack_times(axes, run.steps)
-
-
-def _stack_times(axes: Any, steps: Sequence[Row]) -> None:
-    """The time of each stage of a step, in order; the rest is the time that no stage measured."""
-    stages = dict.fromkeys(
-        name
-        for row in steps
-        for name, seconds in row.items()
-        if name.startswith("timing_s/") and seconds > _LEAST_SHARE * row["timing_s/step"]
-    )
-    del stages["timing_s/step"]
-    spent = {n.removeprefix("timing_s/"): [row.get(n, 0.0) for row in steps] for n in stages}
-    measured = [sum(row.get(name, 0.0) for name in stages) for row in steps]
-    spent["rest"] = [
-        max(0.0, row["timing_s/step"] - part) for row, part in zip(steps, measured, strict=True)
-    ]
-    at, style = [row["step"] for row in steps], {"colors": shades(len(spent)), "alpha": 0.85}
-    areas = axes.stackplot(at, *spent.values(), labels=list(spent), step="mid", **style)
-    for i, area in enumerate(areas):
-        area.set_gid(f"series-{i}")
-    scale(axes, whole=True, from_zero=True)
+            scale(axes, whole=True, from_zero=unit == "tokens")
 
 
 def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:

@@ -19,7 +19,6 @@ from sparrow_sglang.calibration import measure
 from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.report.compare import compare
-from sparrow_sglang.report.page import shades
 from sparrow_sglang.report.sources import find_sources
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import TrainConfig
@@ -237,30 +236,9 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     configuration = dict(page.tables["Configuration"])
     assert configuration["rollout.max_new_tokens"] == "3000"
     assert configuration["engine.schedule"] == SCHEDULE
-    assert dict(page.tables["Versions from step 0 on"])["sglang"] == version("sglang")
-    assert {"Reward", "Entropy", "Tail by position", "KV tokens per generated token"} <= set(
-        page.charts
-    )
-
-
-def test_series_have_colours_of_their_own_and_zeros_and_rounding_are_no_series(
-    tmp_path: Path,
-) -> None:
-    metrics = [step_metrics(step) for step in range(3)]
-    for step, row in enumerate(metrics):
-        row |= {f"sparrow/accept_p05_bin{index}": 0.5 + index / 50 for index in range(20)}
-        row |= {"rollout_corr/k3_kl": step * 2e-11, "sparrow/distill_kl": 0.0}
-        row |= {"timing_s/reference": 0.0, "timing_s/mismatch": 0.01}
-    lines = [json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(metrics)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    page = report(tmp_path, tmp_path / "r.html")
-    assert page.charts["Tail by position"] == 20
-    # Sync, rollout, reward, update and the rest.
-    assert page.charts["Where the time of a step goes"] == 5
-    assert len({tuple(colour) for colour in shades(20)}) == 20
-    assert "mismatch" not in page.html and "KL that DistillSparse lowers" not in page.html
-    # The axis ends at 0.0001, so that rounding lies on it.
-    assert ">0.0001<" in page.html and "e-11<" not in page.html
+    assert dict(page.tables["Versions"])["sglang"] == version("sglang")
+    charts = {"Reward": 2, "Response length": 2, "Acceptance rate of the rollouts": 2}
+    assert page.charts.items() >= charts.items()
 
 
 def test_a_calibration_says_what_its_schedules_say(

@@ -146,28 +146,21 @@ def test_the_tail_is_that_of_each_bin():
     assert best(1.0, found) in (0.0, 0.5)
 
 
-def test_measurements_of_several_steps_count_together(sharp_llama, monkeypatch):
+def test_measurements_of_several_steps_under_one_schedule_count_together(sharp_llama):
     """With two prompts a step, the scale of a harmful adapter falls after four steps."""
     adapter = SparseAdapter(new_policy(sharp_llama), settings())
     damaged(adapter)
     adapter.scale, scales = 1.0, []
-    for step in range(4):
-        part = BATCH.sample_evenly(8)._subset([2 * step, 2 * step + 1])
+    parts = [BATCH.sample_evenly(8)._subset([2 * step, 2 * step + 1]) for step in range(4)]
+    for step, part in enumerate(parts):
         metrics = choose_scale(adapter, adapter._policy, part, SCHEDULE, 1.0)
         scales.append(adapter.scale)
         assert metrics["sparrow/distill_gate_prompts"] == 2 * (step + 1)
+        adapter.load_state_dict(adapter.state_dict())
     assert scales == [1.0, 1.0, 1.0, 0.0] and adapter.gains == []
-
-
-def test_measurements_under_another_schedule_do_not_count(sharp_llama):
-    adapter = SparseAdapter(new_policy(sharp_llama), settings())
-    part = BATCH.sample_evenly(8)._subset([0, 1])
-    choose_scale(adapter, adapter._policy, part, SCHEDULE, 1.0)
-    resumed = SparseAdapter(new_policy(sharp_llama), settings())
-    resumed.load_state_dict(adapter.state_dict())
-    part, other = BATCH.sample_evenly(8)._subset([2]), SCHEDULE.model_copy(update={"name": "other"})
-    for schedule, prompts in ((SCHEDULE, 3), (other, 1)):
-        metrics = choose_scale(resumed, resumed._policy, part, schedule, 1.0)
+    other = SCHEDULE.model_copy(update={"name": "other"})
+    for schedule, part, prompts in ((SCHEDULE, 0, 2), (SCHEDULE, 1, 4), (other, 2, 2)):
+        metrics = choose_scale(adapter, adapter._policy, parts[part], schedule, 1.0)
         assert metrics["sparrow/distill_gate_prompts"] == prompts
 
 

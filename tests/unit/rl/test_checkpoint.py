@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import random
 import resource
 import shutil
@@ -18,9 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import (
-    CheckpointConfig,
     DistillConfig,
-    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     TaskConfig,
@@ -38,11 +35,6 @@ SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9),
 class Tokenizer:
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
-
-
-class Weightless:
-    def save(self, folder: Path) -> None:
-        (folder / "model").mkdir(parents=True)
 
 
 def policy(path: str, dtype: str) -> DensePolicy:
@@ -173,66 +165,20 @@ def test_a_generation_config_that_transformers_does_not_save_survives(byte_model
     assert all(getattr(saved, name) == value for name, value in wrong.items())
 
 
-def needs(run: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Checkpoints of a byte per weight and moment that must fit on the disk."""
-
-    def has_room(count: int) -> bool:
-        usage = shutil.disk_usage(run.run_dir.parent)._replace(free=16 * count)
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "disk_usage", lambda path: usage)
-            try:
-                require_space(run, 1)
-            except InputError as error:
-                assert "are free there" in str(error)
-                return False
-        return True
-
-    return next(count for count in range(99) if has_room(count))
-
-
-@pytest.mark.parametrize(
-    ("steps", "every", "evaluated", "keep"),
-    [(40, 0, 10, 1), (40, 0, 10, 2), (9, 0, 10, 1), (40, 0, 0, 1), (10, 10, 10, 2), (40, 10, 10, 1),
-     (40, 15, 10, 1), (40, 10, 0, 2), (45, 20, 0, 2)],
-)  # fmt: skip
-def test_room_is_required_for_as_many_checkpoints_as_are_on_the_disk_at_once(
-    tmp_path, monkeypatch, steps, every, evaluated, keep
+@pytest.mark.parametrize(("existing", "room"), [((), 1), ((80, 90), 1), ((90, 100), 0)])
+def test_room_for_a_checkpoint_is_required_unless_all_steps_are_done(
+    tmp_path, monkeypatch, existing, room
 ):
-    """By runs whose evaluations get better, worse, or either."""
-    run = config(tmp_path / "run").model_copy(
-        update={
-            "steps": steps,
-            "checkpoint": CheckpointConfig(every_steps=every, keep=keep),
-            "evaluation": EvaluationConfig(every_steps=evaluated),
-        }
-    )
-    draw, most = random.Random(0), 0
-    # Nothing here has to survive a crash.
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    for trial in range(16):
-        checkpoints = Checkpoints(tmp_path / str(trial), keep)
-        on_disk = tmp_path / str(trial) / "checkpoints"
-        due = {step for n in (every, evaluated) if n for step in range(n, steps, n)} | {steps}
-        # Steps that take long are saved one by one before the first of `every`.
-        due |= set(range(1, min(every, steps)))
-        for step in sorted(due):
-            is_best = bool(evaluated) and step % evaluated == 0 and draw.random() < 0.5
-            if is_best or step == steps or (every and (step < every or step % every == 0)):
-                most = max(most, len(list(on_disk.glob("step-*"))) + 1)
-                checkpoints.save(Weightless(), Tokenizer(), run, State(step))
-            if is_best:
-                checkpoints.set_best(step, step)
-    assert needs(run, monkeypatch) == most
-
-
-@pytest.mark.parametrize(
-    ("existing", "room"), [((), 3), ((90,), 1), ((80, 90), 1), ((80,), 2), ((100,), 0), ((70,), 2)]
-)
-def test_a_resumed_run_needs_room_for_the_steps_to_come_only(tmp_path, monkeypatch, existing, room):
+    run = config(tmp_path / "run").model_copy(update={"steps": 100})
     for step in existing:
-        (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    update = {"steps": 100, "evaluation": EvaluationConfig(every_steps=0)}
-    assert needs(config(tmp_path / "run").model_copy(update=update), monkeypatch) == room
+        (run.run_dir / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    # Weights, moments and exported weights, in fp32.
+    usage = shutil.disk_usage(tmp_path)._replace(free=16 * room)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    require_space(run, 1)
+    if room:
+        with pytest.raises(InputError, match="are free there"):
+            require_space(run, 2)
 
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):

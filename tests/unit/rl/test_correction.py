@@ -13,7 +13,7 @@ from scipy.stats import entropy
 
 from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import AlgorithmConfig
-from sparrow_sglang.rl.correction import correction_metrics, importance_weights
+from sparrow_sglang.rl.loss import correction_metrics, importance_weights
 from sparrow_sglang.rl.metrics import entropy_metrics, mismatch_metrics, rollout_metrics
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 

@@ -37,15 +37,11 @@ MATH_ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         verl_row(
             "72", chat(f"{QUESTION}\n\nPresent the answer in LaTex format: \\boxed{{Your answer}}")
         ),
-        ("\\boxed{{{}}}", "The answer is $\\boxed{{{}}}$."),
+        ("$$\\boxed{{{}}}$$", "The answer is $\\boxed{{{}}}$."),
     ),
     "verl's GSM8K": (
         verl_row("72", chat(f"{QUESTION} {GSM8K}")),
         ("#### {}", "#### {}\n", "####{}"),
-    ),
-    "verl's MATH": (
-        verl_row("72", chat(f"{QUESTION} {BOX}")),
-        ("\\boxed{{{}}}", "$$\\boxed{{{}}}$$"),
     ),
     "GSM8K": (
         {"question": QUESTION, "answer": "48/2 = <<48/2=24>>24\n#### 72"},
@@ -56,8 +52,6 @@ MATH_ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"problem": QUESTION, "answer": "72", "solution": "...", "messages": chat(QUESTION)},
         ("\\boxed{{{}}}",),
     ),
-    "NuminaMath-1.5": ({"problem": QUESTION, "answer": "72", "source": "x"}, ("\\boxed{{{}}}",)),
-    "MATH-500": ({"problem": QUESTION, "answer": "72", "level": 1}, ("\\boxed{{{}}}",)),
     "NuminaMath-CoT": ({"problem": QUESTION, "solution": "so \\boxed{72}."}, ("\\boxed{{{}}}",)),
     "reasoning-gym": (
         {"prompt": QUESTION, "answer": 72},

@@ -20,20 +20,6 @@ def sums(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(count)]
 
 
-def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = sums(30)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
-    first = load("math", jsonl(tmp_path / "data.jsonl", rows))
-    second = load("math", tmp_path / "data.parquet")
-    assert (first.train, first.heldout) == (second.train, second.heldout)
-    assert (len(first.train), len(first.heldout)) == (27, 3)
-    everything = {prompt.input_ids for prompt in (*first.train, *first.heldout)}
-    assert everything == {tuple(f"<user>{i} + 1?".encode()) for i in range(30)}
-
-
 def test_messages_instruction_and_heldout_file(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hello"}]
     train = jsonl(tmp_path / "a.jsonl", [{"prompt": chat, "answer": 1}, *sums(1)])
@@ -87,7 +73,7 @@ def test_a_missing_module_is_refused_and_none_is_imported(
         (tmp_path / name).write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
     require_module("task.name", "own_package.task:load")
-    for name in ("own_packages:load", "own_package.tasks:load", "own_package.task.more:load"):
+    for name in ("own_packages:load", "own_packages.task:load", ":load"):
         with pytest.raises(InputError, match=f"task.name='{name}'"):
             check_settings(
                 TrainConfig.model_validate({"run_dir": tmp_path, "task": {"name": name}})
