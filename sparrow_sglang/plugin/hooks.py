@@ -33,7 +33,6 @@ _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _POOL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 _POOLS = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_TENSORS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
@@ -84,8 +83,6 @@ HOOKS = tuple(Hook(*row) for row in (
     (f"{_WEIGHTS}.update_weights_from_distributed", "AROUND", weight_checks.guard_update,
      "recv_req"),
     (f"{_WEIGHTS}.end_weight_update", "AROUND", weight_checks.guard_update, "recv_req"),
-    (f"{_TENSORS}.update_weights_from_tensor", "AROUND", weight_checks.check_tensors,
-     "named_tensors load_format"),
     ("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "AFTER",
      scheduler_hooks.note_retraction),
     (f"{_LORA}.validate_new_adapter", "BEFORE", adapter_checks.check_new_adapter, "lora_config"),

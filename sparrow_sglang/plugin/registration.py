@@ -34,8 +34,8 @@ from sparrow_sglang.plugin.hooks import (
 )
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.scheduler import adapter_checks
-from sparrow_sglang.plugin.scheduler.checkpoint import Checkpoint
 from sparrow_sglang.plugin.scheduler.exact_acceptance import record_size
+from sparrow_sglang.plugin.scheduler.weight_checks import Checkpoint
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState
 from sparrow_sglang.processes import ignore_sigint_if_shielded

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparrow_sglang.attention_backends.budget_table import BudgetTable
     from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
     from sparrow_sglang.plugin.mode import Mode
-    from sparrow_sglang.plugin.scheduler.checkpoint import Checkpoint
+    from sparrow_sglang.plugin.scheduler.weight_checks import Checkpoint
 
 
 @dataclass

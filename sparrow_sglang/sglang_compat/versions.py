@@ -41,10 +41,6 @@ _MOVED: dict[str, str | None] = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": None,
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     ".end_weight_update": None,
-    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    ".update_weights_from_tensor": (
-        "sglang.srt.model_executor.model_runner.ModelRunner.update_weights_from_tensor"
-    ),
     # In 0.5.15, models whose windows have a pool of their own are refused.
     "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__": None,
 }
@@ -105,17 +101,6 @@ def weight_update_session(manager: Any, step: str) -> Any:
 
     request = getattr(io_struct, f"{step.title()}WeightUpdateReqInput")()
     return getattr(manager, f"{step}_weight_update")(request, None)
-
-
-def updated_model(updater: Any) -> Any:
-    """The model of SGLang's `WeightUpdater`; in 0.5.15 a model runner updates its own."""
-    return updater.get_model() if hasattr(updater, "get_model") else updater.model
-
-
-def update_groups(runner: Any) -> Mapping[str, Any]:
-    """The process groups by name that a model runner has joined to receive weights."""
-    groups: Mapping[str, Any] = getattr(runner, "weight_updater", runner)._model_update_group
-    return groups
 
 
 def request_of(fields: Mapping[str, Any]) -> Any:

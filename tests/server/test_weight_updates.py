@@ -134,19 +134,15 @@ def test_tensors(client: httpx.Client, other: str, session: bool) -> None:
     good = weights_of(other)
     with unharmed(client):
         for payload, fields, said in (
-            (["AAAA"], keep, "serialized_named_tensors cannot be read"),
-            ([], keep, "serialized_named_tensors cannot be read"),
-            (serialized(["name"]), keep, "the tensors cannot be read"),
+            (["AAAA"], keep, "could not load the weights"),
+            ([], keep, "could not load the weights (IndexError"),
+            (serialized(["name"]), keep, "could not load the weights (ValueError"),
             (serialized([(QUERY, torch.zeros(3, 3))]), keep, WRONG),
             (serialized([*good.items(), ("module.q.weight", torch.zeros(3))]), keep, UNKNOWN),
-            (serialized(good), flat, "the tensors cannot be read"),
+            (serialized(good), flat, "could not load the weights (TypeError"),
             (bucket(good | {QUERY: torch.zeros(3, 3)}), flat, WRONG),
             (bucket(good | {"module.q.weight": torch.zeros(3)}), flat, UNKNOWN),
-            (
-                serialized([*good.items()]),
-                keep | {"load_format": "direct"},
-                "no tensor of that name",
-            ),
+            (serialized([(QUERY, good[QUERY])]), keep | {"load_format": "direct"}, "KeyError"),
             (serialized([*good.items()]), keep | {"load_format": "other"}, "load_format=other"),
         ):
             status, found = post(
@@ -154,10 +150,6 @@ def test_tensors(client: httpx.Client, other: str, session: bool) -> None:
             )
             assert status == 400 and said in found, said
         for names, dtypes, shapes, said in (
-            ([QUERY], ["float32"], [[3, 3]], WRONG),
-            ([QUERY, "module.q.weight"], ["float32"] * 2, [[144, 144], [3]], UNKNOWN),
-            ([QUERY], ["float32"], [], "1 names, 1 dtypes, 0 shapes"),
-            ([QUERY], ["float31"], [[144, 144]], "dtypes: 'float31'"),
             ([QUERY], ["float32"], [[144, 144]], "Group of_nobody not in"),
         ):
             about = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": "of_nobody"}

@@ -1,18 +1,24 @@
-"""Updates of weights: checked before any is loaded. SGLang skips names that the model does not
-have, and at shapes or bytes that do not fit, its scheduler ends."""
+"""Updates of weights, compared with names and shapes of the weights that a server started with,
+before any is loaded. SGLang skips names that the model does not have, and at shapes or bytes that
+do not fit, its scheduler ends."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparrow_sglang.json_values import cut, quoted
+from sparrow_sglang.errors import InputError
+from sparrow_sglang.hf_config import model_value, text_config
+from sparrow_sglang.json_values import cut
 from sparrow_sglang.models import stored_shapes
-from sparrow_sglang.plugin.scheduler.checkpoint import Checkpoint, local_folder
+from sparrow_sglang.plugin.scheduler.adapter_checks import empty_model
 from sparrow_sglang.plugin.scheduler_calls import ControlError, scheduler_rpc
-from sparrow_sglang.plugin.state import PROCESS, require_scheduler_state
-from sparrow_sglang.sglang_compat.versions import update_groups, updated_model
+from sparrow_sglang.plugin.state import PROCESS, SchedulerState, require_scheduler_state
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -22,12 +28,101 @@ PARTIAL = "Partial weight update: "
 REFUSED = "the weights were not updated: "
 """How an answer begins if nothing has been loaded."""
 _FAILED = "SGLang could not load the weights ({}), maybe some: load all again"
-# Broadcasts of refused weights, and where their data goes.
-_dropped: list[tuple[Any, torch.Tensor]] = []
+_EXPERTS = ".experts."
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+# Some checkpoints have them, and no model loads them: rotary angles, and the layers that predict
+# more than the next token.
+_IGNORED = ("rotary_emb.", "mtp.")
+# Parts of names that differ between a multimodal model's checkpoint and its modules.
+_WRAPPERS = ("model", "language_model")
 
 
-class WeightsError(ControlError):
-    """Weights do not fit the model; none of them has been loaded."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a model can load.
+
+    Attributes:
+        stored: shapes by name, from the files that a server was started with; empty if unreadable.
+        hf_config: of the model, which tells names and shapes where the files do not.
+    """
+
+    stored: Mapping[str, Sequence[int]]
+    hf_config: Any
+
+    @classmethod
+    def of_model(cls, model_config: Any) -> "Checkpoint":
+        """That of SGLang's `ModelConfig`."""
+        stored: dict[str, Sequence[int]] = {}
+        folder = _local_folder(model_config.model_path, model_config.revision)
+        # With load_format="dummy" there need not be any.
+        with suppress(InputError):
+            found = {} if folder is None else stored_shapes(folder)
+            stored = {name: shape for name, (_, shape) in found.items()}
+        return cls(stored, model_config.hf_config)
+
+    @cached_property
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each tensor that the model takes; empty if unknown."""
+        shapes = self.stored
+        if not shapes:
+            # Configs of SGLang's own lack what transformers reads.
+            with suppress(Exception):
+                weights = empty_model(self.hf_config).state_dict()
+                shapes = {name: tensor.shape for name, tensor in weights.items()}
+        known = {self._key(name): list(shape) for name, shape in shapes.items()}
+        if self._is_tied and (embeddings := self._key(_EMBEDDINGS)) in known:
+            known[_HEAD] = known[embeddings]
+        return known
+
+    @cached_property
+    def whole(self) -> set[str]:
+        """What an update of all weights brings, besides experts."""
+        skipped = (*_IGNORED, _EXPERTS, *([_HEAD] if self._is_tied else ()))
+        return {key for key in self.shapes if not any(part in key for part in skipped)}
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(model_value(self.hf_config, "tie_word_embeddings"))
+
+    def _key(self, name: str) -> str:
+        if text_config(self.hf_config) is self.hf_config:
+            return name
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+    def problem(self, name: str, shape: Sequence[int]) -> str | None:
+        """Why the model cannot load this tensor; None if it can, or if that is unknown."""
+        shape, expected = list(shape), self.shapes.get(self._key(name))
+        if not self.shapes or any(part in name for part in _IGNORED):
+            return None
+        if expected is None:
+            # Experts are stored one by one or stacked; SGLang takes both.
+            if _EXPERTS in name and any(_EXPERTS in key for key in self.shapes):
+                return None
+            return f"{cut(name)} {shape}: the model has no tensor of that name"
+        if shape == expected or math.prod(shape) == math.prod(expected) == 1:
+            return None
+        return f"{cut(name)} is {shape}: expected {expected}"
+
+    def note(self, names: Iterable[str]) -> str:
+        """What an update with these names leaves as it was; empty if nothing, or if unknown."""
+        absent = sorted(self.whole - {self._key(name) for name in names})
+        if not absent:
+            return ""
+        updated = len(self.whole) - len(absent)
+        return f"{updated} of {len(self.whole)} tensors were updated, not {absent[0]}"
+
+
+def _local_folder(path: str, revision: str | None = None) -> Path | None:
+    """A model's folder, also of a hub id in the local cache; None if there is none, as of the URLs
+    and files that only SGLang can read."""
+    if (folder := Path(path)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    # What is not in the cache, and what is no hub id.
+    with suppress(OSError, ValueError):
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+    return None
 
 
 def _summary(problems: Iterable[str | None]) -> str:
@@ -40,7 +135,7 @@ def _summary(problems: Iterable[str | None]) -> str:
 @scheduler_rpc(CHECK_FOLDER)
 def _check_folder(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     """Refuse weights in a folder that do not fit."""
-    state, folder = require_scheduler_state(), local_folder(fields["path"])
+    state, folder = require_scheduler_state(), _local_folder(fields["path"])
     checkpoint = state.checkpoint
     assert checkpoint is not None
     # SGLang downloads what is not here, or answers that it cannot.
@@ -51,95 +146,72 @@ def _check_folder(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, A
         if (found := checkpoint.problem(name, shape))
     )
     if problem:
-        raise WeightsError(problem)
+        raise ControlError(problem)
     state.updated = set(stored or checkpoint.whole)
     return {}
 
 
 def guard_update(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """AROUND hook of a scheduler's updates of weights: answer with a failure where SGLang would end
-    it, and say what a successful update has left as it was."""
+    """AROUND hook of a scheduler's updates of weights: check received ones before they are loaded,
+    answer with a failure where SGLang would end the scheduler, and say what a successful update has
+    left as it was."""
     state = PROCESS.scheduler
     if state is None or state.checkpoint is None:
         return original(updater, request)
     from sglang.srt.managers import io_struct
 
-    # From disk, or where a session ends. Up to 0.5.20 each call is an update of its own.
-    ends = not (hasattr(request, "names") or hasattr(request, "serialized_named_tensors"))
-    if not ends and getattr(updater, "_session", None) is None:
+    # Others come from disk, or end a session. Up to 0.5.20 each call is an update of its own.
+    by_tensor = hasattr(request, "serialized_named_tensors")
+    is_part = by_tensor or hasattr(request, "names")
+    if is_part and getattr(updater, "_session", None) is None:
         state.updated = set()
+    model = updater.tp_worker.model_runner.model
+    problems: list[str] = []
+    if is_part:
+        model.load_weights = partial(_load, model.load_weights, state, problems)
     try:
-        if hasattr(request, "names"):
-            _check_broadcast(state.checkpoint, updater, request)
         answer = original(updater, request)
-        if answer.success:
-            state.updated.update(getattr(request, "names", ()))
-            if note := state.checkpoint.note(state.updated):
-                # Weights may also come past SGLang's calls, by RDMA.
-                partial = PARTIAL if ends and state.updated else "So far, "
-                answer.message = f"{answer.message.rstrip('.')}. {partial}{note}."
-            if ends:
-                state.updated = set()
-        return answer
-    except WeightsError as error:
-        message = f"{REFUSED}{error}"
     except Exception as error:
-        message = _FAILED.format(cut(str(error)))
-        if hasattr(request, "serialized_named_tensors"):
-            # The other ranks have read their tensors, and wait for this one in `check_tensors`.
-            problem = f"serialized_named_tensors cannot be read ({cut(str(error))})"
-            message = REFUSED + _of_all_ranks(problem)
-    output = getattr(io_struct, type(request).__name__.replace("Input", "Output"))
-    return output(success=False, message=message)
-
-
-def check_tensors(
-    original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
-) -> Any:
-    """AROUND hook, once a scheduler has received tensors: raise `WeightsError` on all ranks if
-    those of one do not fit."""
-    state, problem = PROCESS.scheduler, ""
-    if state is None or state.checkpoint is None:
-        return original(updater, named_tensors, load_format)
-    try:
-        if load_format == "flattened_bucket":
-            tensors, load_format = _tensors_of(named_tensors), None
-        else:
-            tensors = [(name, _of_this_rank(tensor)) for name, tensor in named_tensors]
-        shapes = [(name, tensor.shape) for name, tensor in tensors]
-        known = state.checkpoint
-        if load_format == "direct":
-            own = {name: each.shape for name, each in updated_model(updater).named_parameters()}
-            known = Checkpoint(own, None)
-        if load_format in (None, "direct"):
-            problem = _summary(known.problem(*each) for each in shapes)
-    except Exception as error:
-        problem = f"the tensors cannot be read ({cut(str(error))})"
-    if problem := _of_all_ranks(problem):
-        raise WeightsError(problem)
-    try:
-        answer = original(updater, tensors, load_format)
-    except Exception as error:
-        return False, _FAILED.format(cut(str(error)))
-    state.updated |= dict(shapes).keys()
+        if not problems:
+            problems.append(_FAILED.format(cut(f"{type(error).__name__}: {error}")))
+            if by_tensor:
+                # The other ranks have read their tensors, and wait for this one in `_load`.
+                _of_all_ranks(problems[0])
+        answer = getattr(io_struct, type(request).__name__.replace("Input", "Output"))
+        return answer(success=False, message=problems[0])
+    finally:
+        vars(model).pop("load_weights", None)
+    if problems:
+        answer.success, answer.message = False, problems[0]
+    if answer.success:
+        if note := state.checkpoint.note(state.updated):
+            # Weights may also come past SGLang's calls, by RDMA.
+            partly = "So far, " if is_part or not state.updated else PARTIAL
+            answer.message = f"{answer.message.rstrip('.')}. {partly}{note}."
+        if not is_part:
+            state.updated = set()
     return answer
 
 
-def _tensors_of(bucket: Any) -> list[tuple[str, torch.Tensor]]:
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    flat = FlattenedTensorBucket(
-        flattened_tensor=bucket["flattened_tensor"], metadata=bucket["metadata"]
-    )
-    tensors: list[tuple[str, torch.Tensor]] = flat.reconstruct_tensors()
-    return tensors
-
-
-def _of_this_rank(tensor: Any) -> torch.Tensor:
-    """SGLang's `LocalSerializedTensor` has one for each rank, and each can be read only once."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    return tensor if torch.is_tensor(tensor) else tensor.get(get_tp_group().rank_in_group)
+def _load(
+    original: Callable[[Any], Any],
+    state: SchedulerState,
+    problems: list[str],
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """A model's `load_weights`. Raises `ControlError` on all ranks if the weights of one do not
+    fit; of weights that SGLang then cannot load only `problems` tell, as ranks wait for each
+    other after it."""
+    checkpoint, weights = state.checkpoint, list(weights)
+    assert checkpoint is not None
+    if problem := _of_all_ranks(_summary(checkpoint.problem(n, of.shape) for n, of in weights)):
+        problems.append(REFUSED + problem)
+        raise ControlError(problem)
+    try:
+        original(weights)
+        state.updated.update(name for name, _ in weights)
+    except Exception as error:
+        problems.append(_FAILED.format(cut(str(error))))
 
 
 def _of_all_ranks(problem: str) -> str:
@@ -151,38 +223,3 @@ def _of_all_ranks(problem: str) -> str:
     if group.world_size > 1:
         torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
     return next(filter(None, problems), "")
-
-
-def _check_broadcast(checkpoint: Checkpoint, updater: Any, request: Any) -> None:
-    """Raise `WeightsError` if the tensors that the other side broadcasts do not fit."""
-    _dropped[:] = [each for each in _dropped if not each[0].is_completed()]
-    counts = [len(each) for each in (request.names, request.dtypes, request.shapes)]
-    if len(set(counts)) > 1:
-        raise WeightsError(
-            f"{counts[0]} names, {counts[1]} dtypes, {counts[2]} shapes: expected as many of each"
-        )
-    for name in request.dtypes:
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise WeightsError(f"dtypes: {quoted(name)}: expected such as 'bfloat16'")
-    if problem := _summary(map(checkpoint.problem, request.names, request.shapes)):
-        runner = updater.tp_worker.model_runner
-        group = update_groups(runner).get(request.group_name)
-        if group is not None:
-            _drop_broadcast(request, group, runner.device)
-        raise WeightsError(problem)
-
-
-def _drop_broadcast(request: Any, group: Any, device: Any) -> None:
-    """Receive what is sent meanwhile, without waiting for it: it must not be taken for the group's
-    next broadcast."""
-    shapes, dtypes = map(torch.Size, request.shapes), (getattr(torch, d) for d in request.dtypes)
-    sizes = list(zip(shapes, dtypes, strict=True))
-    if request.load_format == "flattened_bucket":
-        total = sum(shape.numel() * dtype.itemsize for shape, dtype in sizes)
-        sizes = [(torch.Size([total]), torch.uint8)]
-    # Shapes may be negative, or larger than the memory.
-    with suppress(RuntimeError):
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-        for tensor in tensors:
-            work = torch.distributed.broadcast(tensor, src=0, group=group, async_op=True)
-            _dropped.append((work, tensor))
