@@ -18,6 +18,7 @@ from sparrow_sglang.plugin.scheduler import (
     exact_acceptance,
     memory,
     scheduler_hooks,
+    stop_regex,
     weight_checks,
 )
 from sparrow_sglang.sglang_compat.versions import located, resolve_target
@@ -77,7 +78,7 @@ HOOKS = tuple(Hook(*row) for row in (
      "req tree_cache is_insert|checkpoint"),
     (f"{_SCHEDULER}.abort_request", "AROUND", scheduler_hooks.abort_one, "recv_req"),
     ("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "AROUND",
-     scheduler_hooks.finish_by_pattern, "new_accepted_len"),
+     stop_regex.finish_by_pattern, "new_accepted_len"),
     (f"{_WEIGHTS}.update_weights_from_disk", "AROUND", weight_checks.guard_update, "recv_req"),
     (f"{_WEIGHTS}.update_weights_from_tensor", "AROUND", weight_checks.guard_update, "recv_req"),
     (f"{_WEIGHTS}.update_weights_from_distributed", "AROUND", weight_checks.guard_update,

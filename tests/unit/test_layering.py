@@ -55,7 +55,7 @@ PLUGIN_ORDER = (
     "mode",
     "scheduler",
     "cpu scheduler_calls state",
-    "server_log errors hook stop_regex",
+    "server_log errors hook",
     "names",
 )
 HOOK_FILES = {f"plugin.{name}" for name in ("registration", "hooks")}

@@ -1,4 +1,4 @@
-"""Hooks of a scheduler: request options, aborts, stops, KV in the prefix tree, graphs."""
+"""Hooks of a scheduler: request options, aborts, KV in the prefix tree, graphs."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.plugin.names import BACKEND, uses_sparrow
 from sparrow_sglang.plugin.scheduler.exact_acceptance import assign_recordings
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.plugin.stop_regex import compiled
 from sparrow_sglang.schedules.options import RETRACTED
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.install import INSTALL
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-_STOP = "sparrow_stop"
-"""Attribute of requests that holds their compiled `stop_regex`."""
 
 
 def remember_options(
@@ -85,30 +81,6 @@ def abort_one(original: Callable[..., None], scheduler: "Scheduler", message: "A
     finally:
         for req, rid in others:
             req.rid = rid
-
-
-def finish_by_pattern(original: Callable[..., bool], req: "Req", new_accepted_len: int = 1) -> bool:
-    """AROUND hook: search for `stop_regex` by RE2, after SGLang has searched for stop strings."""
-    parameters, patterns = req.sampling_params, req.sampling_params.stop_regex_strs
-    if PROCESS.scheduler is None or not patterns:
-        return original(req, new_accepted_len)
-    assert new_accepted_len == 1, "rounds of several tokens are taken token by token"
-    from sglang.srt.managers.schedule_batch import FINISHED_MATCHED_REGEX
-
-    text = req.tail_str().encode("utf-8", "replace")
-    parameters.stop_regex_strs = []
-    is_over = original(req)
-    parameters.stop_regex_strs = patterns
-    if is_over:
-        return True
-    if (expression := getattr(req, _STOP, None)) is None:
-        setattr(req, _STOP, expression := compiled(patterns))
-    if not expression.search(text):
-        return False
-    matched = next(each for each in patterns if compiled([each]).search(text))
-    req.finished_reason = FINISHED_MATCHED_REGEX(matched=matched)
-    req.finished_len = len(req.output_ids)
-    return True
 
 
 def note_retraction(_: None, req: "Req", *args: Any, **kwargs: Any) -> None:
