@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from sparrow_sglang.client.engine import start_engine
-from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.launcher.adapters import load_adapter
+from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.rl.engines.responses import (

@@ -18,8 +18,7 @@ from sparrow_sglang.models import ModelError, missing_tokenizer, missing_weights
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.rounds import plans
 from sparrow_sglang.planning.step_time import GPUS
-from sparrow_sglang.plugin.arguments.modes import mode_of
-from sparrow_sglang.plugin.lossless.mode import captures_decode
+from sparrow_sglang.plugin.lossless.mode import captures_decode, mode_of
 from sparrow_sglang.plugin.names import BACKEND, LOOKUPS_FIELD, uses_sparrow
 from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE

@@ -21,8 +21,8 @@ from sparrow_sglang.models import (
     model_problem,
     path_problem,
 )
-from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.arguments.server_args import FIELDS, plugins_problem
+from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, WEIGHTS_FIELD, uses_sparrow
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedules.names import AUTO

@@ -91,8 +91,8 @@ def _check_engine(setup: "Setup") -> list[str]:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    from sparrow_sglang.plugin.arguments.modes import mode_of
     from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
+    from sparrow_sglang.plugin.lossless.mode import mode_of
     from sparrow_sglang.rl.engines.local_engine import engine_args
 
     load_plugins()

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from sparrow_sglang.plugin import scheduler_calls
 from sparrow_sglang.plugin.arguments import server_args
 from sparrow_sglang.plugin.cpu import fallbacks
-from sparrow_sglang.plugin.hook import Hook
-from sparrow_sglang.plugin.launcher import attach, control_guards, request_hooks
+from sparrow_sglang.plugin.launcher import control_guards, request_hooks, routes
 from sparrow_sglang.plugin.lossless.hooks import WEIGHT_HOOKS
 from sparrow_sglang.plugin.scheduler import (
     adapter_checks,
@@ -21,6 +20,7 @@ from sparrow_sglang.plugin.scheduler import (
     stop_regex,
     weight_checks,
 )
+from sparrow_sglang.plugin.state import Hook
 from sparrow_sglang.sglang_compat.versions import located, resolve_target
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -41,7 +41,7 @@ _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 # fmt: off
 HOOKS = tuple(Hook(*row) for row in (
     # The launching process: run-time control, then each request on its way in and out.
-    (f"{_MANAGER}.__init__", "AFTER", attach.attach_server),
+    (f"{_MANAGER}.__init__", "AFTER", routes.attach_server),
     (f"{_MANAGER}.generate_request", "AROUND", request_hooks.wrap_generate_request, "obj"),
     (f"{_MANAGER}._create_tokenized_object", "AFTER", request_hooks.check_request, "obj"),
     (f"{_CHAT}._build_chat_response", "AFTER", request_hooks.report_in_response, "request ret"),

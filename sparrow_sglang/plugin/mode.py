@@ -1,14 +1,14 @@
 """What a server does with sparse decode steps: this class for tokens that are decoded sparsely, and
 `lossless.mode.Lossless` for drafts that a dense pass verifies. Whatever differs between the two is
-a member here; `modes.mode_of` returns the mode of a server."""
+a member here; `lossless.mode.mode_of` returns the mode of a server."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.names import LOOKUPS_FIELD, LOSSLESS, WEIGHTS_FIELD
 from sparrow_sglang.plugin.scheduler_calls import gather_tp
 from sparrow_sglang.plugin.server_log import describe_schedule
+from sparrow_sglang.plugin.state import Hook
 from sparrow_sglang.schedules.names import AUTO
 from sparrow_sglang.schedules.options import DraftUsage, KvUsage, RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule

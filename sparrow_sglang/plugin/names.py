@@ -1,7 +1,8 @@
-"""Names by which a server is configured for this package."""
+"""Names by which a server is configured for this package, and the error of a wrong one."""
 
 from typing import TYPE_CHECKING
 
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.schedules.names import AUTO
 from sparrow_sglang.sglang_compat.arguments import attention_backends
 
@@ -24,3 +25,10 @@ MAX_DRAFT_TOKENS = 33
 def uses_sparrow(server_args: "ServerArgs") -> bool:
     """Whether this backend is selected for prefill, decode or both."""
     return BACKEND in attention_backends(server_args)
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise `InputError` that lists the problems, if there are any."""
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise InputError(f"attention backend {BACKEND!r} cannot run here:\n{listed}")

@@ -15,7 +15,6 @@ import torch
 from sparrow_sglang.attention_backends.dense_side import dense_backend
 from sparrow_sglang.plugin.arguments import server_args
 from sparrow_sglang.plugin.arguments.layer_refusals import unknown_attributes
-from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.arguments.refusals import (
     device_problems,
     model_problems,
@@ -23,8 +22,6 @@ from sparrow_sglang.plugin.arguments.refusals import (
     runner_problems,
     server_problems,
 )
-from sparrow_sglang.plugin.errors import refuse
-from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.hooks import (
     CPU_HOOKS,
     HOOKS,
@@ -32,12 +29,13 @@ from sparrow_sglang.plugin.hooks import (
     is_applied,
     register_hooks,
 )
-from sparrow_sglang.plugin.names import BACKEND
+from sparrow_sglang.plugin.lossless.mode import mode_of
+from sparrow_sglang.plugin.names import BACKEND, refuse
 from sparrow_sglang.plugin.scheduler import adapter_checks
 from sparrow_sglang.plugin.scheduler.exact_acceptance import record_size
 from sparrow_sglang.plugin.scheduler.weight_checks import Checkpoint
 from sparrow_sglang.plugin.server_log import announce
-from sparrow_sglang.plugin.state import PROCESS, SchedulerState
+from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
 from sparrow_sglang.processes import ignore_sigint_if_shielded
 from sparrow_sglang.sglang_compat.arguments import resolved
 from sparrow_sglang.sglang_compat.install import (
@@ -134,7 +132,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     backend = SparrowAttnBackend(runner, schedule)
     if (lora_manager := getattr(runner, "lora_manager", None)) is not None:
         # Now, and not while requests wait for the first adapter.
-        adapter_checks.shapes_of(lora_manager.base_hf_config)
+        adapter_checks.module_shapes(lora_manager.base_hf_config)
     PROCESS.scheduler = SchedulerState(
         backend.budgets,
         backend.decode_guard,

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.decode_guard import DecodeGuard
-from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.schedules.options import ATTRIBUTE, RequestError, RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -29,7 +28,6 @@ class ServerState:
         first: the schedule with which the server was started.
         calls: coroutines by the name that `Endpoint.call_sparrow` takes; some have a route, too.
         auditor: None without --sparrow-audit-rate and --enable-metrics.
-        module_shapes: [out, in] of the model's linear modules, once an adapter has been checked.
         released: tags of the memory that is currently released.
         resuming: held while memory is resumed.
         weight_update: held open between SGLang's calls that begin and end an update of weights.
@@ -44,7 +42,6 @@ class ServerState:
     first: BudgetSchedule
     calls: Mapping[str, Callable[..., Awaitable[dict[str, Any]]]] = field(default_factory=dict)
     auditor: "Auditor | None" = None
-    module_shapes: dict[str, tuple[int, int]] | None = None
     released: set[str] = field(default_factory=set)
     resuming: asyncio.Lock = field(default_factory=asyncio.Lock)
     weight_update: AsyncExitStack | None = None
@@ -96,6 +93,21 @@ class SchedulerState:
         except RequestError:
             # The launching process refuses the request.
             return RequestOption(active)
+
+
+class Hook(NamedTuple):
+    """One hook into SGLang, a row of a table of hooks.
+
+    Attributes:
+        kind: name of a HookType.
+        parameters: names of the target's first parameters that `function` reads, without self;
+            "a|b" where versions of SGLang differ, "*a" for one that may be at any position.
+    """
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    parameters: str = ""
 
 
 @dataclass

@@ -31,11 +31,11 @@ from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
 from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.planning.rounds import DENSE, Plan
-from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.lossless import algorithm
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.hooks import finish_by_token
+from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.lossless.passes import Passes, VerifyGraphs
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker
 from sparrow_sglang.plugin.scheduler import forward

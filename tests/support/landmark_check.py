@@ -7,7 +7,7 @@ import torch
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
-from sparrow_sglang.plugin.launcher import attach, routes
+from sparrow_sglang.plugin.launcher import routes
 from sparrow_sglang.plugin.scheduler_calls import call_schedulers, requests_blocked, scheduler_rpc
 from sparrow_sglang.sglang_compat.versions import is_empty, kv_of
 
@@ -34,8 +34,7 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
     return {"pages": len(live_pages(scheduler))}
 
 
-attach.CALLS[_CALL] = landmarks
-routes.CALLS[_CALL] = ["POST"]
+routes.CALLS[_CALL] = landmarks, ["POST"]
 
 
 def live_pages(scheduler: "Scheduler") -> torch.Tensor:

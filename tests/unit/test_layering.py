@@ -55,7 +55,7 @@ PLUGIN_ORDER = (
     "mode",
     "scheduler",
     "cpu scheduler_calls state",
-    "server_log errors hook",
+    "server_log",
     "names",
 )
 HOOK_FILES = {f"plugin.{name}" for name in ("registration", "hooks")}

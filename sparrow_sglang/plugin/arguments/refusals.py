@@ -19,7 +19,7 @@ from sparrow_sglang.hf_config import (
     window_layers,
 )
 from sparrow_sglang.plugin.arguments.layer_refusals import layer_problems
-from sparrow_sglang.plugin.arguments.modes import mode_of
+from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND, LOSSLESS
 from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_compat.arguments import attention_backends, attention_tp_size, resolved

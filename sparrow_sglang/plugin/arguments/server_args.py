@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.attention_backends.dense_side import DENSE_BACKENDS, DENSE_FIELD
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import read_object
-from sparrow_sglang.plugin.arguments.modes import mode_of
 from sparrow_sglang.plugin.arguments.refusals import (
     device_problems,
     model_problems,
@@ -27,12 +26,13 @@ from sparrow_sglang.plugin.arguments.refusals import (
     rank_problems,
     server_problems,
 )
-from sparrow_sglang.plugin.errors import refuse
+from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import (
     BACKEND,
     DRAFT_WEIGHTS,
     LOOKUPS_FIELD,
     WEIGHTS_FIELD,
+    refuse,
     uses_sparrow,
 )
 from sparrow_sglang.plugin.scheduler.adapter_checks import check_config

@@ -68,10 +68,12 @@ async def load_adapter(
     if problem := _problem(manager, state, name):
         raise ControlError(problem)
     rank = check_config(config)
-    if state.module_shapes is None:
-        hf_config = manager.model_config.hf_config
-        state.module_shapes = await asyncio.to_thread(module_shapes, hf_config)
-    shapes = state.module_shapes
+    shapes = await asyncio.to_thread(module_shapes, manager.model_config.hf_config)
+    if not shapes:
+        raise ControlError(
+            "adapters of this model cannot be checked, as transformers cannot make it: expected"
+            " them merged into the weights, or in --lora-paths"
+        )
     modules = await asyncio.to_thread(check_factors, tensors, rank, shapes)
     targets = config["target_modules"]
     needed = modules if isinstance(targets, str) else modules.union(targets)

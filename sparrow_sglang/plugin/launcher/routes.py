@@ -1,19 +1,35 @@
-"""The HTTP side: routes of this package's own calls, and one shape of errors. Every refusal of
-these routes and of those in `_CHECKED` has the body {"error": {"message": ...}}."""
+"""What the launching process adds to a server that decodes sparsely: state, calls, routes, one
+shape of errors. Every refusal of our routes and of those in `_CHECKED` has the body {"error":
+{"message": ...}}."""
 
 import inspect
 import json
+import os
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
+from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
+from sparrow_sglang.plugin.launcher.adapters import adapter
+from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
+from sparrow_sglang.plugin.launcher.audit.mismatch_log import MismatchLog
+from sparrow_sglang.plugin.launcher.control import schedule
+from sparrow_sglang.plugin.lossless.mode import mode_of
+from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.scheduler_calls import ControlError, RanksDisagreeError
-from sparrow_sglang.plugin.state import require_server_state
+from sparrow_sglang.plugin.state import ServerState, require_server_state
+from sparrow_sglang.schedules.options import ATTRIBUTE
+from sparrow_sglang.sglang_compat.arguments import resolved
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -21,7 +37,11 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _PREFIX = "/sparrow/"
-CALLS = {"schedule": ["GET", "POST"], "adapter": ["POST"]}
+CALLS: dict[str, tuple[Callable[..., Awaitable[dict[str, Any]]], list[str]]] = {
+    "schedule": (schedule, ["GET", "POST"]),
+    "adapter": (adapter, ["POST"]),
+}
+"""Calls of `Endpoint.call_sparrow`, and the methods of their routes."""
 _GENERATE = ("sampling_params", "custom_params")
 _OPENAI = ("custom_params",)
 _CHECKED: dict[str, tuple[str, ...] | None] = {
@@ -44,6 +64,27 @@ _HEALTH = {"/health": HTTPStatus.OK, "/health_generate": HTTPStatus.SERVICE_UNAV
 _ERROR_EVENT = b'data: {"error":'
 
 
+def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
+    """AFTER hook: attach the state with which the launching process checks, switches and audits."""
+    server_args = manager.server_args
+    if not uses_sparrow(server_args):
+        return
+    active = resolve_schedule(server_args, manager.model_config.hf_config)
+    calls = {name: partial(call, manager) for name, (call, _) in CALLS.items()}
+    state = ServerState(active, active, calls, mode=mode_of(server_args))
+    # A calibration measures schedules as they are written.
+    records = RECORD_VARIABLE in os.environ
+    state.measures_dense = resolved(server_args).device == "cuda" and not records
+    rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
+    if rate or server_args.enable_metrics:
+        log = None if folder is None else MismatchLog(Path(folder))
+        state.auditor = Auditor(manager, rate, active, log, state.released)
+    setattr(manager, ATTRIBUTE, state)
+    http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if http_server is not None:
+        add_routes(http_server.app)
+
+
 def add_routes(app: "FastAPI") -> None:
     """Add /sparrow/<call>, behind the keys of SGLang's control routes; wrap routes of requests."""
     from fastapi import Request
@@ -64,7 +105,7 @@ def add_routes(app: "FastAPI") -> None:
 
         return handle
 
-    for name, methods in CALLS.items():
+    for name, (_, methods) in CALLS.items():
         handle = auth_level(AuthLevel.ADMIN_OPTIONAL)(handler(name))
         app.add_api_route(_PREFIX + name, handle, methods=methods)
 

@@ -21,10 +21,9 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang.attention_backends.kernel_limits import fp8_problems
-from sparrow_sglang.plugin.errors import refuse
 from sparrow_sglang.plugin.lossless import fp8_kernels
 from sparrow_sglang.plugin.lossless.fp8_kernels import LARGEST, Quantized
-from sparrow_sglang.plugin.names import MODEL, WEIGHTS_FIELD
+from sparrow_sglang.plugin.names import MODEL, WEIGHTS_FIELD, refuse
 from sparrow_sglang.plugin.scheduler.timing import least_seconds
 from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.schedules.names import AUTO

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sparrow_sglang.plugin.hook import Hook
 from sparrow_sglang.plugin.names import WEIGHTS_FIELD
+from sparrow_sglang.plugin.state import Hook
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -189,3 +189,13 @@ def _expert_problems(server_args: "ServerArgs") -> list[str]:
         f" requests has {rows} rows ({tokens} draft tokens each); pass --chunked-prefill-size"
         f" {rows}, or fewer --max-running-requests"
     ]
+
+
+_SPARSE, _LOSSLESS = Mode(), Lossless()
+
+
+def mode_of(server_args: "ServerArgs") -> Mode:
+    """The mode of a server with this backend."""
+    # SGLang accepts the name in lower case, too.
+    is_lossless = (server_args.speculative_algorithm or "").upper() == LOSSLESS
+    return _LOSSLESS if is_lossless else _SPARSE

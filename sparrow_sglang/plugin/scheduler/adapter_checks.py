@@ -4,7 +4,7 @@ one is checked before the former is unloaded, against the model's shapes, too.""
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ def check_new_adapter(manager: Any, lora_config: Any, *args: Any) -> None:
 def check_weight(adapter: Any, name: str, tensor: "torch.Tensor") -> None:
     """BEFORE hook of a scheduler: `check_factor` of each tensor that SGLang reads."""
     if _is_ours():
-        check_factor(name, tensor, adapter.config.r, shapes_of(adapter.base_hf_config))
+        check_factor(name, tensor, adapter.config.r, module_shapes(adapter.base_hf_config))
 
 
 def check_weights(adapter: Any) -> None:
@@ -142,7 +142,7 @@ def check_weights(adapter: Any) -> None:
     factors = [(match[1], match[2]) for match in map(FACTOR.fullmatch, names) if match]
     _require_both(factors)
     modules = {module for module, _ in factors}
-    absent = shapes_of(adapter.base_hf_config).keys() - modules
+    absent = module_shapes(adapter.base_hf_config).keys() - modules
     for module in modules:
         parent, _, part = module.rpartition(".")
         for first, *others in FUSED:
@@ -150,16 +150,6 @@ def check_weights(adapter: Any) -> None:
                 raise ControlError(
                     f"tensors: expected {first} beside {module}, of zeros if need be"
                 )
-
-
-def shapes_of(config: Any) -> Mapping[str, tuple[int, int]]:
-    """`module_shapes` of a scheduler's model, in a second or two; empty where that raises."""
-    global _cached_shapes
-    if _cached_shapes[0] is not config:
-        _cached_shapes = config, {}
-        with suppress(ControlError):
-            _cached_shapes = config, module_shapes(config)
-    return _cached_shapes[1]
 
 
 def _is_ours() -> bool:
@@ -178,21 +168,23 @@ def empty_model(hf_config: Any) -> Any:
         return AutoModelForCausalLM.from_config(hf_config)
 
 
-def module_shapes(hf_config: Any) -> dict[str, tuple[int, int]]:
-    """[out, in] of a model's linear modules by the names that PEFT gives them. Raises
-    `ControlError` if transformers cannot make the model."""
-    import torch
+def module_shapes(hf_config: Any) -> Mapping[str, tuple[int, int]]:
+    """[out, in] of a model's linear modules by the names that PEFT gives them, at the first call in
+    a second or two; empty if transformers cannot make the model."""
+    global _cached_shapes
+    if _cached_shapes[0] is not hf_config:
+        import torch
 
-    try:
-        model = empty_model(hf_config)
-    except Exception as error:
+        modules: Iterable[tuple[str, Any]] = ()
         # Configs of SGLang's own, such as that of Qwen3.5, lack what transformers reads.
-        raise ControlError(
-            f"adapters of this model cannot be checked ({cut(str(error))}): expected them merged"
-            " into the weights, or in --lora-paths"
-        ) from None
-    return {
-        name: (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+        with suppress(Exception):
+            modules = empty_model(hf_config).named_modules()
+        _cached_shapes = (
+            hf_config,
+            {
+                name: (module.out_features, module.in_features)
+                for name, module in modules
+                if isinstance(module, torch.nn.Linear)
+            },
+        )
+    return _cached_shapes[1]

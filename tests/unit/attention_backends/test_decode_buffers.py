@@ -65,7 +65,8 @@ def step() -> TritonPagedDecode:
 def backend(step) -> SparrowAttnBackend:
     backend = object.__new__(SparrowAttnBackend)
     backend.dense, backend.sparse = Dense(), step
-    backend._planning, backend.stock_layers = nullcontext(), frozenset([0])
+    backend._planning, backend._narrow, backend.stock_layers = nullcontext(), {}, frozenset([0])
+    backend._side = backend.dense
     backend.decode_guard = DecodeGuard()
     backend.decode_guard.served()
     return backend

@@ -9,8 +9,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.attention_backends.gpu_decode import DecodeBuffers
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin.arguments.modes import mode_of
-from sparrow_sglang.plugin.lossless.mode import Lossless
+from sparrow_sglang.plugin.lossless.mode import Lossless, mode_of
 from sparrow_sglang.plugin.scheduler import memory
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedules.options import RequestError

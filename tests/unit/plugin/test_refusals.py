@@ -11,7 +11,7 @@ from configs import save_config
 from sglang.srt.layers.radix_attention import AttentionType
 from transformers import LlamaConfig
 
-from sparrow_sglang.plugin.scheduler.adapter_checks import shapes_of
+from sparrow_sglang.plugin.scheduler.adapter_checks import module_shapes
 from sparrow_sglang.sglang_compat.arguments import attention_backends, resolved
 
 DEEPSEEK = {
@@ -354,5 +354,5 @@ def test_shapes_of_a_model_are_those_of_its_own_config() -> None:
     """Python gives the id of a config that is gone to the next one."""
     for width in range(64, 384, 64):
         config = LlamaConfig(hidden_size=width, intermediate_size=8, num_hidden_layers=1)
-        assert shapes_of(config)["model.layers.0.mlp.up_proj"] == (8, width)
+        assert module_shapes(config)["model.layers.0.mlp.up_proj"] == (8, width)
         del config
