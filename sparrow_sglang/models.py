@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import re
-import zipfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,8 +121,8 @@ def missing_tokenizer(folder: Path) -> str | None:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """File and shape of each tensor of a checkpoint by its name, read from the files' headers;
-    none where only formats without headers are. Raises `InputError`, which names the file."""
+    """File and shape of each tensor of a checkpoint by its name, read from the headers of
+    safetensors files; none of other formats. Raises `InputError`, which names the file."""
     named: set[str] = set()
     for index in sorted(folder.glob("*.index.json")):
         named.update(read_object(index, "an index of weights").get("weight_map", {}).values())
@@ -133,28 +132,19 @@ def stored_shapes(folder: Path) -> dict[str, tuple[str, list[int]]]:
         )
     if not any(any(folder.glob(kind)) for kind in _WEIGHTS):
         raise InputError(f"{folder} has no weights: expected {', '.join(_WEIGHTS)}")
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    shapes = {file.name: _shapes_in(file) for file in files}
+    shapes = {file.name: _shapes_in(file) for file in sorted(folder.glob("*.safetensors"))}
     # SGLang does not load files beside those of the index.
     used = named.intersection(shapes) or shapes
     return {name: (file, shape) for file in used for name, shape in shapes[file].items()}
 
 
 def _shapes_in(file: Path) -> dict[str, list[int]]:
+    from safetensors import SafetensorError, safe_open
+
     try:
-        if file.suffix == ".safetensors":
-            from safetensors import safe_open
-
-            with safe_open(file, framework="numpy") as opened:
-                return {name: opened.get_slice(name).get_shape() for name in opened.keys()}
-        import torch
-
-        # Files of other formats than zip cannot be mapped.
-        mapped = zipfile.is_zipfile(file)
-        tensors = torch.load(file, map_location="meta", mmap=mapped, weights_only=True)
-        return {name: list(tensor.shape) for name, tensor in tensors.items()}
-    except Exception as error:
-        # Pickle, torch and safetensors raise many kinds.
+        with safe_open(file, framework="numpy") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+    except (SafetensorError, OSError) as error:
         raise InputError(
             f"{file} is incomplete or damaged ({cut(str(error))}): download it again, or run `git"
             " lfs pull` where it is a pointer of Git LFS"

@@ -76,40 +76,6 @@ async def check_weights(call: Call, manager: Any, state: ServerState, request: A
 async def update_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """Answer with a failure where the prefix cache could not be emptied afterwards. Older
     schedulers assert that it could; newer ones fail, but serve the new weights."""
-    return await _update(call, manager, state, request)
-
-
-@_hook
-async def load_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """As `update_weights`. From 0.5.21 on SGLang loads tensors only between `begin_weight_update`
-    and `end_weight_update`, which trainers for older ones do not call: then each call is an update
-    of its own."""
-
-    async def update_of_its_own() -> Any:
-        answer = await weight_update_session(manager, "begin")
-        if not answer[0]:
-            return answer
-        # It is not one that a trainer ends.
-        session, state.weight_update = state.weight_update, None
-        async with session or nullcontext():
-            try:
-                answer = await call()
-            finally:
-                ended = await weight_update_session(manager, "end")
-        return ended if answer[0] and not ended[0] else answer
-
-    if state.weight_update is not None or not hasattr(manager, "begin_weight_update"):
-        return await _update(call, manager, state, request)
-    _announce_update()
-    return await _update(update_of_its_own, manager, state, request)
-
-
-@functools.cache
-def _announce_update() -> None:
-    announce("weights arrive without begin_weight_update: each call is a whole update")
-
-
-async def _update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     try:
         if "weights" in state.released:
             raise ControlError(
@@ -130,6 +96,31 @@ async def _update(call: Call, manager: Any, state: ServerState, request: Any) ->
         return (*answer, 0) if hasattr(request, "model_path") else answer
     _announce_if_partial(answer)
     return answer
+
+
+async def load_weights(call: Call, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook: `update_weights`. From 0.5.21 on SGLang loads tensors only between
+    `begin_weight_update` and `end_weight_update`, which trainers for older ones do not call: then
+    each call is an update of its own."""
+
+    async def update_of_its_own(*args: Any, **kwargs: Any) -> Any:
+        answer = await weight_update_session(manager, "begin")
+        if not answer[0]:
+            return answer
+        assert state is not None
+        # It is not one that a trainer ends.
+        session, state.weight_update = state.weight_update, None
+        async with session or nullcontext():
+            try:
+                answer = await call(*args, **kwargs)
+            finally:
+                ended = await weight_update_session(manager, "end")
+        return ended if answer[0] and not ended[0] else answer
+
+    state = server_state(manager)
+    is_alone = state is not None and state.weight_update is None
+    opens = is_alone and hasattr(manager, "begin_weight_update")
+    return await update_weights(update_of_its_own if opens else call, manager, *args, **kwargs)
 
 
 def _announce_if_partial(answer: Any) -> None:

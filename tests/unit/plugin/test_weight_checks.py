@@ -84,15 +84,11 @@ def test_shapes_in_files(tiny_llama: str, tmp_path: Path) -> None:
     expected = {name: list(weight.shape) for name, weight in model.state_dict().items()}
     model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
-    for as_zip in (True, False):
-        (folder := tmp_path / f"zip-{as_zip}").mkdir()
-        file = folder / "pytorch_model.bin"
-        torch.save(model.state_dict(), file, _use_new_zipfile_serialization=as_zip)
-        read = stored_shapes(folder)
-        assert {name: shape for name, (_, shape) in read.items()} == expected
-        file.write_bytes(file.read_bytes()[:-1000])
-        with pytest.raises(InputError, match=f"{file} is incomplete"):
-            stored_shapes(folder)
+    model.save_pretrained(tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(InputError, match=f"{file} is incomplete"):
+        stored_shapes(tmp_path / "cut")
     # A file beside those of the index, in other names.
     (tmp_path / "parts" / "consolidated.safetensors").write_bytes(
         Path(tiny_llama, "model.safetensors").read_bytes().replace(b"model.layers", b"other.layers")

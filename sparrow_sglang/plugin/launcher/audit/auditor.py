@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 BUSY_SHARE = 0.02
 """While users' requests run, audits prefill at most this share of the tokens of users' requests."""
 
-LONG_HOLD_S = 600
-"""How long a weight update may hold the audit back without a warning."""
-
 _POLL_S = 0.2
 _PUBLISH_S = 5.0
 # An abort takes effect after the scheduler's current step, which may be a long chunk of a prefill.
@@ -79,7 +76,6 @@ class Auditor:
         self._queue = AuditQueue(self.report.requests)
         self._allowance = 0.0
         self._holds = 0
-        self._held_since: float | None = None
         self._published = 0.0
         self._has_scored = False
         self._is_broken = False
@@ -141,7 +137,6 @@ class Auditor:
         A score in flight is aborted; with `new_weights` no response of the old weights is scored
         afterwards. Waits at most _ABORT_S and _IDLE_S."""
         self._holds += 1
-        self._held_since = self._held_since or time.monotonic()
         if new_weights:
             self._queue.clear()
         try:
@@ -151,8 +146,6 @@ class Auditor:
             yield
         finally:
             self._holds -= 1
-            if not self._holds:
-                self._held_since = None
             if new_weights:
                 self._queue.clear()
 
@@ -202,13 +195,6 @@ class Auditor:
             if audits and time.monotonic() - self._published > _PUBLISH_S:
                 self.report.publish()
                 self._published = time.monotonic()
-            if self._held_since and time.monotonic() - self._held_since > LONG_HOLD_S:
-                self._held_since = None
-                logger.warning(
-                    "nothing has been audited for %d s: a weight update has begun and not ended;"
-                    " call /end_weight_update",
-                    LONG_HOLD_S,
-                )
             first = self._queue.first
             if first is not None and self._may_start(first):
                 await self._audit(self._queue.take_first())
