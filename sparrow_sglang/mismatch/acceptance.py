@@ -72,13 +72,10 @@ def mean_acceptance_from_samples(
     [T] of the sampled tokens on both sides; the tokens must have been drawn from p_sparse itself,
     without top-p or top-k truncation. One token's ratio is not its acceptance rate, and the ratios'
     5th percentile is not the tail percentile (it lies far below), so none is returned. The standard
-    error treats tokens as independent. Raises `ValueError` on no tokens."""
+    error treats tokens as independent. Raises `ValueError` on NaN."""
     sparse = np.asarray(sparse_logprobs, dtype=np.float64)
     dense = np.asarray(dense_logprobs, dtype=np.float64)
-    if sparse.ndim != 1 or sparse.shape != dense.shape or not sparse.size:
-        raise ValueError(
-            f"sparse_logprobs {sparse.shape}, dense_logprobs {dense.shape}: expected [T] for both"
-        )
+    assert sparse.ndim == 1 and sparse.shape == dense.shape and sparse.size, "[T] for both"
     if not np.isfinite(sparse).all() or np.isnan(dense).any():
         raise ValueError("sparse_logprobs, dense_logprobs: expected finite ones, or -inf if dense")
     ratio = np.exp(np.minimum(dense - sparse, 0.0))

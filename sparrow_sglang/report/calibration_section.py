@@ -7,7 +7,6 @@ from sparrow_sglang.report.page import (
     PALETTE,
     POSITION_LABEL,
     Section,
-    draw_level,
     flat,
     number,
     scale,
@@ -16,8 +15,6 @@ from sparrow_sglang.report.page import (
 )
 from sparrow_sglang.report.sources import Row
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-
-_TAIL_LABEL = "acceptance rate, 5th percentile"
 
 
 def calibration_section(contents: Sequence[Row]) -> Section:
@@ -50,27 +47,11 @@ def check_section(content: Row) -> Section:
     section = Section("check", f"Check on {content['model']}")
     section.facts += [("verdict", ", ".join(verdicts)), ("sparsely decoded tokens", number(tokens))]
     for check in checks:
-        name, target = check["schedule"], check["target"]
+        name = check["schedule"]
         width = check.get("bin_tokens", widths[name])
-        judged = [
-            row
-            for row in check["bins"]
-            if row["tokens"] >= check["min_tokens"] and row.get("tail_low") is not None
-        ]
-        note = (
-            "A bin fails if its whole confidence band lies below the target. Only bins of"
-            f" {check['min_tokens']:,} tokens or more."
+        _bin_table(
+            section, f"Bins of {name}, target {check['target']:g}", check["bins"], "verdict", width
         )
-        with section.chart(f"Tail under {name}", POSITION_LABEL, _TAIL_LABEL, note) as axes:
-            at = [(row["bin"] + 0.5) * width for row in judged]
-            tails, low, high = (
-                [row[key] for row in judged] for key in ("tail", "tail_low", "tail_high")
-            )
-            axes.plot(at, tails, marker="o", **series(0, name))
-            axes.fill_between(at, low, high, color=PALETTE[0], alpha=0.16, linewidth=0)
-            draw_level(axes, "target", target)
-            scale(axes)
-        _bin_table(section, f"Checked bins of {name}", check["bins"], "verdict", width)
     section.settings += [("Configuration", flat(settings)), ("Versions", versions(content))]
     return section
 

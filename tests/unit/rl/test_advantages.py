@@ -15,12 +15,6 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(values, [-0.5, 0, 0.5, 0], atol=1e-15)
 
 
-def test_groups_do_not_see_each_other() -> None:
-    both = group_advantages([[0, 1], [100, 300, 200]])
-    np.testing.assert_array_equal(both.values[0], group_advantages([[0, 1]]).values[0])
-    np.testing.assert_allclose(both.values[1], [-1, 1, 0], atol=1e-7)
-
-
 def test_groups_without_spread_are_left_out_and_counted() -> None:
     """0.1 eight times has a rounded mean, so that its computed deviation is not 0."""
     advantages = group_advantages([[0.1] * 8, [0, 1], [1.0] * 3])
