@@ -1,25 +1,22 @@
-"""Shared parts of the benchmarks: options and checks, models, result files, fresh processes."""
+"""Shared parts of the benchmarks: options, sides and their engines, result files."""
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.rounds import (
-    ACCEPTANCE,
-    LOOKUP_ACCEPTANCE,
-    Rates,
-    Round,
-    parse_round,
-)
 from sparrow_sglang.command_line import OneLineParser, new_path
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.plugin.names import BACKEND, DRAFT_WEIGHTS, LOSSLESS, WEIGHTS_FIELD
+from sparrow_sglang.planning.rounds import Plan
+from sparrow_sglang.planning.step_time import Acceptance
+from sparrow_sglang.plugin.arguments.server_args import engine_arguments
+from sparrow_sglang.plugin.names import BACKEND, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedules.names import AUTO
@@ -29,17 +26,10 @@ MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""
 STOCK, STOCK_16, NGRAM = "stock", "stock-16", "ngram"
 SIDES = (BACKEND, STOCK, STOCK_16)
-NGRAM_SETTINGS = {
-    "attention_backend": "fa3",
-    "speculative_algorithm": "NGRAM",
-    "speculative_num_draft_tokens": 4,
-    "speculative_ngram_max_bfs_breadth": 1,
-}
-RESERVED = (
-    *("model_path", "attention_backend", "page_size"),
-    *("sparrow_schedule", "speculative_algorithm"),
-)
+RESERVED = "model_path attention_backend page_size sparrow_schedule speculative_algorithm".split()
 """Arguments of an engine that the benchmarks set by flags of their own."""
+ACCEPTANCE = Acceptance(0.96, 0.45)
+ACCEPTANCE_FIELDS = ("acceptance_rate", "lookup_acceptance")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -49,7 +39,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help}{'' if shown else ' (default: %(default)s)'}"
 
 
-def bench_parser(verb: str, description: str, examples: str, out: str) -> OneLineParser:
+def bench_parser(verb: str, description: str, examples: str, out: str = "") -> OneLineParser:
     parser = OneLineParser(
         prog=f"sparrow bench {verb}",
         description=description,
@@ -57,183 +47,176 @@ def bench_parser(verb: str, description: str, examples: str, out: str) -> OneLin
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=new_path, default=Path(out), help="JSON file to write")
+    if out:
+        parser.add_argument("--out", type=new_path, default=Path(out), help="JSON file to write")
     return parser
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engine-args",
-        default="{}",
-        metavar="JSON",
-        help='further arguments of sglang.Engine, e.g. \'{"quantization": "fp8"}\'',
-    )
-
-
-def rate(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 to 1")
-    return number
-
-
-def add_side_options(parser: argparse.ArgumentParser, several: bool) -> None:
-    """Sides to measure, and what lossless ones draft."""
-    add = parser.add_argument
-    add(
-        "--sides",
-        nargs="+",
-        default=list(SIDES),
-        metavar="SIDE",
-        help=f"what to measure: {BACKEND}; {STOCK}, SGLang as it is without flags; {STOCK_16}, with"
-        f" pages of {PAGE_SIZE} tokens; {NGRAM}, its lookups on the host; or one of its attention"
-        f" backends (default: {' '.join(SIDES)})",
-    )
-    add(
-        "--drafts",
-        type=parse_round,
-        nargs="+" if several else None,
-        default=[] if several else None,
-        metavar="K",
-        help="measure lossless decoding with up to K drafts a round; K+M: and M looked-up tokens",
-    )
-    add(
-        "--draft-weights",
-        choices=DRAFT_WEIGHTS,
-        nargs="+",
-        default=[AUTO],
-        help="weights that drafts use; each of several is measured (default: auto)",
-    )
-    add(
-        "--acceptance-rate",
-        type=rate,
-        help="chance that a sparse draft is accepted, which random weights do not give"
-        f" (default: {ACCEPTANCE})",
-    )
-    add(
-        "--lookup-acceptance",
-        type=rate,
-        help="the same of a looked-up token, after its predecessors (default:"
-        f" {LOOKUP_ACCEPTANCE}: 0.40 to 0.50 of them follow in recorded long reasoning)",
-    )
-
-
-def set_rates(options: argparse.Namespace, applies: bool) -> Rates | None:
-    """The rates to assume, set in `options`, where they apply; raises `ValueError` elsewhere."""
-    fields = {"acceptance_rate": ACCEPTANCE, "lookup_acceptance": LOOKUP_ACCEPTANCE}
-    for field, default in fields.items():
-        if (value := getattr(options, field)) is None:
-            setattr(options, field, default if applies else None)
-        elif not applies:
-            flag = f"--{field.replace('_', '-')}"
-            raise ValueError(f"{flag} {value}: expected random weights and --drafts")
-    return Rates(*(getattr(options, field) for field in fields)) if applies else None
 
 
 def known_models() -> list[str]:
     return sorted(folder.name for folder in MODELS.iterdir())
 
 
+def parse_round(text: str) -> Plan:
+    """An argparse `type`, of the rounds that `str` writes."""
+    most = MAX_DRAFT_TOKENS - 1
+    match = re.fullmatch(r"(\d{1,3})(?:\+(\d{1,3}))?", text, re.ASCII)
+    drafts, lookups = (int(match[1]), int(match[2] or 0)) if match else (0, 0)
+    if not 1 <= drafts + lookups <= most:
+        raise argparse.ArgumentTypeError(
+            f"expected K or K+M, 1 to {most} sparse drafts and looked-up tokens, got {text}"
+        )
+    return Plan(drafts, lookups, drafts + lookups + 1)
+
+
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 to 1")
+    return number
+
+
+def add_side_options(parser: argparse.ArgumentParser) -> None:
+    """Sides to measure, what lossless ones draft, and arguments of all engines."""
+    add = parser.add_argument
+    sides = (
+        f"what to measure: {BACKEND}; {STOCK}, SGLang as it is without flags; {STOCK_16}, with"
+        f" pages of {PAGE_SIZE} tokens; {NGRAM}, its lookups on the host, of real weights; or one"
+        f" of its attention backends (default: {' '.join(SIDES)})"
+    )
+    add("--sides", nargs="+", default=list(SIDES), metavar="SIDE", help=sides)
+    rounds = "decode losslessly with up to K sparse drafts a round; K+M: and M looked-up tokens"
+    add("--drafts", type=parse_round, nargs="+", default=[], metavar="K", help=rounds)
+    rates = "chance that {} is accepted, which random weights do not give (default: {})"
+    add("--acceptance-rate", type=_rate, help=rates.format("a sparse draft", ACCEPTANCE.drafts))
+    looked_up = "a looked-up token, after its predecessors,"
+    add("--lookup-acceptance", type=_rate, help=rates.format(looked_up, ACCEPTANCE.lookups))
+    further = 'further arguments of sglang.Engine, e.g. \'{"quantization": "fp8"}\''
+    add("--engine-args", default="{}", metavar="JSON", help=further)
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The value of --engine-args."""
+    return engine_arguments(options.engine_args, RESERVED)
+
+
+def random_weights(options: argparse.Namespace) -> Acceptance:
+    """The acceptance to assume; set in `options`, so that results record it."""
+    if NGRAM in options.sides:
+        raise ValueError(
+            f"--sides {NGRAM}: random weights repeat no text; expected in"
+            " `sparrow bench rollout --model-path M`"
+        )
+    for field, default in zip(ACCEPTANCE_FIELDS, ACCEPTANCE, strict=True):
+        if getattr(options, field) is None:
+            setattr(options, field, default)
+    return Acceptance(options.acceptance_rate, options.lookup_acceptance)
+
+
 class Side(NamedTuple):
-    """What an engine serves: one of `--sides`. Only `BACKEND` has a schedule; with `rounds`, of
-    which each is measured, it decodes losslessly, and `weights` are those of the drafts."""
+    """What an engine serves: one of `--sides`. Only `BACKEND` has a schedule; with `rounds` it
+    decodes losslessly."""
 
     name: str
     schedule: str | None = None
-    rounds: tuple[Round, ...] = ()
-    weights: str | None = None
+    rounds: tuple[Plan, ...] = ()
 
     def __str__(self) -> str:
-        rounds = " ".join(map(str, self.rounds))
-        return " ".join(filter(None, (self.name, self.schedule, rounds, self.weights)))
+        return " ".join(filter(None, (self.name, self.schedule, *map(str, self.rounds))))
 
     @property
     def settings(self) -> dict[str, Any]:
         """Arguments of `sglang.Engine`."""
         # Stock takes its own page size; its NGRAM is not made for all.
-        pages: dict[str, Any] = {} if self.name == STOCK else {"page_size": PAGE_SIZE}
-        if self.name in (STOCK, STOCK_16):
-            return pages
+        settings: dict[str, Any] = {} if self.name == STOCK else {"page_size": PAGE_SIZE}
         if self.name == NGRAM:
-            return pages | NGRAM_SETTINGS
-        settings = pages | {"attention_backend": self.name}
+            settings |= {"attention_backend": "fa3", "speculative_algorithm": "NGRAM"}
+            settings |= {"speculative_num_draft_tokens": 4, "speculative_ngram_max_bfs_breadth": 1}
+        elif self.name not in (STOCK, STOCK_16):
+            settings["attention_backend"] = self.name
         if self.schedule:
             settings["sparrow_schedule"] = self.schedule
         if self.rounds:
-            settings |= {"speculative_algorithm": LOSSLESS, WEIGHTS_FIELD: self.weights}
-            settings["speculative_num_draft_tokens"] = max(each.total for each in self.rounds) + 1
+            settings["speculative_algorithm"] = LOSSLESS
+            settings["speculative_num_draft_tokens"] = max(each.rows for each in self.rounds)
         return settings
 
 
-def sides_of(
-    options: argparse.Namespace, schedules: Sequence[str], rounds: Sequence[Round]
-) -> Iterator[Side]:
-    """`--sides`, that of `BACKEND` with each schedule and each of `--draft-weights`."""
-    for name in options.sides:
-        for schedule in schedules if name == BACKEND else [None]:
-            drafts = tuple(rounds) if schedule else ()
-            for weights in options.draft_weights if drafts else [None]:
-                yield Side(name, schedule, drafts, weights)
-
-
-def engine_settings(model: Path | str, has_weights: bool, side: Side) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` in all benchmarks."""
-    from torch.cuda import is_available
-
-    # What SGLang chooses on a CPU depends on the CPU.
-    backend = {} if is_available() else {"attention_backend": "torch_native"}
-    return {
-        **backend,
-        "model_path": str(model),
-        "load_format": "auto" if has_weights else "dummy",
-        "skip_tokenizer_init": True,
-        # Prompts are token ids. For a multimodal model, SGLang would look for an image processor.
-        "enable_multimodal": False,
-        "log_level": "error",
-    } | side.settings
+def sides_of(options: argparse.Namespace, schedules: Sequence[str]) -> list[Side]:
+    """`--sides`, that of `BACKEND` with each schedule. Options of a side that is not chosen are
+    ignored."""
+    return [
+        Side(name, schedule, tuple(options.drafts)) if name == BACKEND else Side(name)
+        for name in options.sides
+        for schedule in (schedules if name == BACKEND else [""])
+    ]
 
 
 @contextmanager
 def running(
-    side: Side, arguments: Mapping[str, Any], rates: Rates | None, round_: Round | None
+    side: Side,
+    options: argparse.Namespace,
+    model: Path,
+    acceptance: Acceptance | None,
+    defaults: Mapping[str, Any],
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """An engine, and what rows record of it: the side, attention backend and page size as SGLang
-    reports them. `rates` and `round_` are those of `given_rounds`, for lossless decoding."""
+    """An engine, and what rows record of it: attention backend and page size as SGLang reports
+    them. Weights are random, and drafts accepted at the rates of `acceptance`; None: real ones."""
     import sglang
+    from torch.cuda import is_available
 
+    arguments: dict[str, Any] = {
+        # What SGLang chooses on a CPU depends on the CPU.
+        **({} if is_available() else {"attention_backend": "torch_native"}),
+        "model_path": str(model),
+        "load_format": "auto" if acceptance is None else "dummy",
+        "skip_tokenizer_init": True,
+        # Prompts are token ids. For a multimodal model, SGLang would look for an image processor.
+        "enable_multimodal": False,
+        "log_level": "error",
+    }
+    arguments |= {**side.settings, **defaults, **engine_options(options)}
     engine_class = sglang.Engine
     if side.rounds:
         from sparrow_sglang.benchmarks import given_rounds
 
-        engine_class = given_rounds.engine_class(given_rounds.Given(rates, round_))
+        engine_class = given_rounds.engine_class(acceptance)
     with engine_class(**arguments) as engine:
         info = engine.get_server_info()
-        backend = info.get("decode_attention_backend") or info.get("attention_backend")
-        row = {"side": side.name, "backend": backend, "page_size": info.get("page_size")}
-        yield engine, row | {"schedule": side.schedule}
+        row = {
+            "model": model.name,
+            "side": side.name,
+            "backend": info.get("decode_attention_backend") or info.get("attention_backend"),
+            "page_size": info.get("page_size"),
+            "schedule": side.schedule,
+            "tp": arguments.get("tp_size", 1),
+            "ep": arguments.get("ep_size", 1),
+            "kv_cache_dtype": arguments.get("kv_cache_dtype", "auto"),
+            "quantization": arguments.get("quantization"),
+        }
+        if side.rounds:
+            row["draft_weights"] = arguments.get(WEIGHTS_FIELD, AUTO)
+        yield engine, row
 
 
-def measure_sides(measurements: Iterable[tuple[Side, tuple[Any, ...]]], measure: Any) -> bool:
-    """Call `measure` with a side and arguments, each in a fresh process; whether none failed."""
-    ended_well = True
-    for side, arguments in measurements:
-        if not in_fresh_process(measure, side, *arguments):
-            print(f"{side}: failed, left out", file=sys.stderr, flush=True)
-            ended_well = False
-    return ended_well
+def measure_sides(
+    measure: Callable[..., None], sides: Sequence[tuple[Side, Any]], options: argparse.Namespace
+) -> bool:
+    """Call `measure` with each side, the options and what stands beside the side, in a fresh
+    process; whether none failed."""
+    failed = [side for side, what in sides if not in_fresh_process(measure, side, options, what)]
+    for side in failed:
+        print(f"{side}: failed, left out", file=sys.stderr, flush=True)
+    return not failed
 
 
-def require_cuda(devices: int = 1) -> None:
+def require_cuda() -> None:
     import torch
 
-    if (count := torch.cuda.device_count()) < devices:
-        raise InputError(
-            f"{count or 'no'} CUDA device found; expected {devices}; `sparrow plan` predicts step"
-            " times without a GPU"
-        )
+    if not torch.cuda.is_available():
+        raise InputError("no CUDA device found; `sparrow plan` predicts step times without a GPU")
 
 
-def begin(options: argparse.Namespace, **fields: Any) -> None:
+def begin(options: argparse.Namespace) -> None:
     """Write `--out` without rows, so that a wrong path fails before minutes of measuring; then
     `exit_on_sigterm`."""
     settings = {
@@ -242,7 +225,7 @@ def begin(options: argparse.Namespace, **fields: Any) -> None:
         if name != "out"
     }
     try:
-        write_json(options.out, provenance() | {"settings": settings, **fields, "rows": []})
+        write_json(options.out, provenance() | {"settings": settings, "rows": []})
     except OSError as error:
         raise InputError(f"--out {options.out}: cannot be written ({error.strerror})") from None
     exit_on_sigterm()

@@ -24,11 +24,10 @@ def profiled(engine: Any, generate: Callable[[], object], launches: int) -> dict
         generate()
         engine.stop_profile()
         # Each rank writes a trace.
-        traces = sorted(Path(folder).rglob("*TP-0*.trace.json.gz"))
-        events = (
-            json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"] if traces else []
-        )
-    return device_times(events, launches)
+        for trace in Path(folder).rglob("*TP-0*.trace.json.gz"):
+            content = json.loads(gzip.decompress(trace.read_bytes()))
+            return device_times(content["traceEvents"], launches)
+    return {}
 
 
 def device_times(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
@@ -53,7 +52,4 @@ def device_times(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str
     for start, end, _ in work:
         start, end = max(start, until), min(end, last)
         busy, until = busy + max(0.0, end - start), max(until, end)
-    return {
-        "device_ms": busy / steps / 1e3,
-        "device_wall_ms": (last - first) / steps / 1e3,
-    }
+    return {"device_ms": busy / steps / 1e3, "device_wall_ms": (last - first) / steps / 1e3}

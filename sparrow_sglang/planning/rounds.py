@@ -9,11 +9,19 @@ NARROW = 4
 
 class Plan(NamedTuple):
     """A round: sparse steps that each draft a token, then tokens looked up, and how many `rows` of
-    each request the dense pass computes, at least one more than drafts."""
+    each request the dense pass computes, at least one more than drafts. Written K or K+M."""
 
     drafts: int
     lookups: int
     rows: int
+
+    @property
+    def kind(self) -> str:
+        names = (("sparse", self.drafts), ("lookups", self.lookups))
+        return "+".join(name for name, count in names if count) or "dense"
+
+    def __str__(self) -> str:
+        return f"{self.drafts}+{self.lookups}" if self.lookups else str(self.drafts)
 
 
 DENSE = Plan(0, 0, 1)

@@ -11,9 +11,10 @@ import pytest
 import sglang
 from engines import random_prompt, start_engine
 
-from sparrow_sglang.benchmarks import common, step
+from sparrow_sglang.benchmarks import common, given_rounds, step
 from sparrow_sglang.benchmarks.rollout import Request, make_requests, replay
 from sparrow_sglang.commands import cli
+from sparrow_sglang.planning.rounds import Plan
 
 
 async def abort_once_running(manager: Any) -> None:
@@ -48,7 +49,6 @@ def test_every_sequence_runs_to_its_own_length(tiny_qwen3: str) -> None:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have benchmarks start engines as other tests do, forked from this process."""
-    from sparrow_sglang.benchmarks import given_rounds
 
     def call(function: Any, *arguments: Any) -> bool:
         function(*arguments)
@@ -64,12 +64,22 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_rollouts_of_a_model_to_the_ends_of_its_answers(tiny_qwen3: str, tmp_path: Path) -> None:
+def test_rollouts_of_a_model_to_the_ends_of_its_answers(
+    tiny_qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU no drafts pay, so rounds are given."""
+    take_counts = given_rounds.take_counts
+
+    def give(engine: Any) -> dict[str, Any]:
+        given_rounds.set_round(engine, Plan(1, 2, 4))
+        return take_counts(engine)
+
+    monkeypatch.setattr(given_rounds, "take_counts", give)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rollout.json"
     lines = [json.dumps({"input_ids": random_prompt(seed, 40)}) for seed in range(3)]
     prompts.write_text("\n".join(lines))
     words = ["bench", "rollout", "--model-path", tiny_qwen3, "--prompts", str(prompts)]
-    words += "--sizes 1 10 --max-tokens 20 --schedule drafts --always-draft --drafts 1+2".split()
+    words += "--sequences 1 10 --max-tokens 20 --drafts 1+2".split()
     assert cli.main([*words, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     measured = [(row["side"], row["page_size"], row["sequences"]) for row in rows]
@@ -94,8 +104,8 @@ def test_steps_and_rounds_of_random_weights(
     """Rounds, one after the other in one engine, accept everything and draft what is given."""
     (tmp_path / "models" / "qwen3-4b").mkdir(parents=True)
     shutil.copy(Path(tiny_qwen3, "config.json"), tmp_path / "models" / "qwen3-4b")
-    monkeypatch.setattr(step, "MODELS", tmp_path / "models")
-    monkeypatch.setattr(step, "require_cuda", lambda ranks: None)
+    monkeypatch.setattr(common, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(common, "require_cuda", lambda: None)
     monkeypatch.setattr(step, "SHORT", 4)
     monkeypatch.setattr(step, "LONG", 22)
     words = "bench step --models qwen3-4b --cases 2x64 --schedules drafts --drafts 2 0+3 1+1"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparrow_sglang.attention_backends import reference
-from sparrow_sglang.benchmarks.attention import (
+from sparrow_sglang.benchmarks.attention_layers import (
     Selection,
     numbers_of_pages,
     pages_of_heads,
