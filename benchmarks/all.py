@@ -1,5 +1,6 @@
 """`sparrow bench all`: what the pages quote, on one GPU at one commit, in parts with a limit."""
 
+import argparse
 import shlex
 import subprocess
 import sys
@@ -139,7 +140,7 @@ def merge_all(folder: Path) -> None:
             file.unlink()
 
 
-def main(argv: Sequence[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("all", DESCRIPTION, EXAMPLES)
     add = parser.add_argument
     add("--list", action="store_true", help="print the parts, and exit")
@@ -148,7 +149,11 @@ def main(argv: Sequence[str]) -> int:
     add("--sides", nargs="+", default=[], help="sides of the parts that have some (default: all)")
     add("--folder", type=Path, default=Path("results"), help="of result files")
     add("--model-path", type=Path, help=f"folder of {CODER} with its weights, for its parts")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
     if options.list:
         rows = [("part", "limit s", "seconds by side", "sparrow bench")]
         for name, part in PARTS.items():
