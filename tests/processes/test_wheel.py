@@ -81,6 +81,8 @@ def shipped() -> set[str]:
         "planning/*.json",
         "*.j2",
         "models/*/config.json",
+        "distill.toml",
+        "prompts.jsonl",
         "py.typed",
     )
     return {
