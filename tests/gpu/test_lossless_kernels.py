@@ -11,6 +11,7 @@ from frequencies import REQUESTS, p_value, sampled_from, sampling
 from kernel_step import DEVICES, INTERPRETED, rounding_of_a_gpu  # noqa: F401
 from scipy import stats
 
+from sparrow_sglang.planning.rounds import DENSE, Plan
 from sparrow_sglang.plugin.lossless import drafts as reference
 from sparrow_sglang.plugin.lossless import fp8_kernels, kernels, lookup_kernels, lookups
 
@@ -47,10 +48,10 @@ def drawn_logits(*shape: int, device: str) -> torch.Tensor:
     return logits[..., : shape[-1]]
 
 
-ONE = reference.Plan(1, 0, 2)
+ONE = Plan(1, 0, 2)
 
 
-def drafts_of(info: Any, plan: reference.Plan, vocabulary: int) -> kernels.KernelDrafts:
+def drafts_of(info: Any, plan: Plan, vocabulary: int) -> kernels.KernelDrafts:
     latest = torch.zeros(len(info.top_ks), dtype=torch.int64, device=info.top_ks.device)
     return kernels.KernelDrafts(latest, plan, vocabulary, info)
 
@@ -72,7 +73,7 @@ def test_candidates(device: str, vocabulary: int, dtype: torch.dtype) -> None:
     # With ties.
     logits = drawn_logits(3, vocabulary, device=device).round(decimals=1).to(dtype)
     info = sampling({}, {"top_k": 1}, {"temperature": 0.8}, device=device)
-    drafts = drafts_of(info, reference.Plan(2, 0, 3), vocabulary)
+    drafts = drafts_of(info, Plan(2, 0, 3), vocabulary)
     tokens = drafts.sample(logits)
     best, ids = reference.candidates(logits.cpu())
     assert torch.equal(drafts.ids[:, 0].cpu(), ids.int())
@@ -113,7 +114,7 @@ def test_a_round(
     batch, (k, lookups, rows) = len(requests), plan
     count = k + lookups
     info = sampling(*requests, device=device)
-    drafts = drafts_of(info, reference.Plan(*plan), vocabulary)
+    drafts = drafts_of(info, Plan(*plan), vocabulary)
     sparse = drawn_logits(batch, count, vocabulary, device=device)
     width = triton.next_power_of_2(drafts.q.shape[2])
     clocks = random_numbers(drafts.seeds[:1], max(k, 1), batch, width)[0]
@@ -163,7 +164,7 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: 
 
 
 def test_a_round_without_drafts_samples_a_token(device: str) -> None:
-    drafts = drafts_of(sampling({}, {}, device=device), reference.DENSE, 3)
+    drafts = drafts_of(sampling({}, {}, device=device), DENSE, 3)
     best = torch.tensor([[2, 0, 1], [1, 0, 0]], device=device)
     logits = torch.nn.functional.one_hot(best, 3).log()
     outcome = drafts.verify(logits)
@@ -187,7 +188,7 @@ def test_tokens_looked_up_follow_the_dense_distribution(device: str) -> None:
     dense = torch.randn(6, device=device)
     exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))
     for token in (int(dense.argmax()), int(dense.argmin())):
-        for plan in (reference.Plan(0, 1, 2), reference.Plan(1, 1, 3)):
+        for plan in (Plan(0, 1, 2), Plan(1, 1, 3)):
             drafts = drafts_of(sampling(*[{"temperature": 0.8}] * count, device=device), plan, 6)
             if plan.drafts:
                 drafts.sample(dense.expand(count, -1))

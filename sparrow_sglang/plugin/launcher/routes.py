@@ -23,7 +23,7 @@ from sparrow_sglang.plugin.launcher.control import schedule
 from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.scheduler_calls import ControlError, RanksDisagreeError
-from sparrow_sglang.plugin.state import ServerState, require_server_state
+from sparrow_sglang.plugin.state import ServerState, require_server_state, server_state
 from sparrow_sglang.schedules.options import ATTRIBUTE
 from sparrow_sglang.sglang_compat.arguments import resolved
 
@@ -127,7 +127,9 @@ def _unless_asleep(app: AsgiApp, status: HTTPStatus) -> AsgiApp:
 
 
 def _sleeps(manager: Any) -> str | None:
-    state = require_server_state(manager)
+    # A process that has served with this backend may serve with another.
+    if (state := server_state(manager)) is None:
+        return None
     if state.released:
         return state.released_message()
     if state.weight_update is not None:

@@ -10,6 +10,7 @@ import torch
 from frequencies import REQUESTS, p_value, sampled_from, sampling
 
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.planning.rounds import DENSE, Plan
 from sparrow_sglang.plugin.lossless import drafts as reference
 from sparrow_sglang.plugin.lossless.draft_weights import make_draft_weights
 from sparrow_sglang.plugin.server_log import describe_schedule
@@ -38,9 +39,7 @@ def test_candidates_are_the_best_of_groups_that_cover_the_vocabulary(
         assert best in ids
 
 
-def rounds(
-    info: Any, dense: torch.Tensor, sparse: torch.Tensor, plan: reference.Plan, count: int
-) -> Any:
+def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, plan: Plan, count: int) -> Any:
     """Tokens of `count` rounds over a vocabulary whose logits depend on the latest token."""
     previous = torch.zeros(count, dtype=torch.int64)
     drafts = reference.Drafts(previous, plan, sparse.shape[1], info)
@@ -79,7 +78,7 @@ def test_rounds_follow_the_dense_distribution(
     dense = torch.randn(vocabulary, vocabulary) * 1.5
     sparse = dense + torch.randn(vocabulary, vocabulary)
     info = sampling(*[request_] * count)
-    outcome, output, drafts = rounds(info, dense, sparse, reference.Plan(*plan), count)
+    outcome, output, drafts = rounds(info, dense, sparse, Plan(*plan), count)
     then = reference.sample(reference.distribution(dense[output[:, 0]], info))
     second = torch.where(outcome.accepted > 0, output[:, 1], then)
     p = [sampled_from(row, **request_) for row in dense.tolist()]
@@ -97,7 +96,7 @@ def test_rounds_follow_the_dense_distribution(
 
 def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
     info = sampling(*[{"top_k": 1}] * 3)
-    drafts = reference.Drafts(torch.zeros(3, dtype=torch.int64), reference.Plan(2, 0, 3), 5, info)
+    drafts = reference.Drafts(torch.zeros(3, dtype=torch.int64), Plan(2, 0, 3), 5, info)
     for tokens in ([3, 3, 1], [2, 0, 2]):
         drafts.sample(torch.nn.functional.one_hot(torch.tensor(tokens), 5).float())
     best = torch.tensor([[3, 2, 4], [3, 1, 2], [3, 2, 2]])
@@ -107,9 +106,7 @@ def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
 
 
 def test_a_round_without_drafts_samples_a_token() -> None:
-    drafts = reference.Drafts(
-        torch.zeros(2, dtype=torch.int64), reference.DENSE, 3, sampling({}, {})
-    )
+    drafts = reference.Drafts(torch.zeros(2, dtype=torch.int64), DENSE, 3, sampling({}, {}))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [1, 0, 0]]), 3).log()
     outcome = drafts.verify(logits)
     assert outcome.accepted.tolist() == [0, 0]

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from sparrow_sglang.plugin.launcher.routes import misplaced_option, with_checks
+from sparrow_sglang.plugin.launcher.routes import _sleeps, misplaced_option, with_checks
 
 ERROR = {"error": {"message": "wrong", "code": 413}}
 FLAT = {"object": "error", "message": "wrong", "type": "BadRequestError", "code": 400}
@@ -124,3 +125,8 @@ def test_an_option_in_its_place_is_not():
         ("/api/chat", {"messages": [{"role": "user", "content": '"sparrow"'}]}),
     ):
         assert misplaced_option(json.dumps(body).encode(), route) is None
+
+
+def test_health_of_another_backend_is_that_of_sglang():
+    """In a process that has served with ours before, whose routes stay wrapped."""
+    assert _sleeps(SimpleNamespace(is_pause=True)) is None
