@@ -1,6 +1,7 @@
 """What the next round does, by measured times and the recent acceptance. Deterministic in its
 inputs, so that the ranks of a model agree without a message."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -98,7 +99,7 @@ class _Rate:
         return self._accepted / self._judged
 
     def observe(self, judged: int, accepted: int) -> None:
-        decay = np.exp(-judged / _WINDOW)
+        decay = math.exp(-judged / _WINDOW)
         self._accepted = decay * self._accepted + accepted
         self._judged = decay * self._judged + judged
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of drafts."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -30,15 +30,15 @@ class DraftMetrics:
         ranks = {"tp_rank": 0, "pp_rank": 0, "moe_ep_rank": 0}
         if dp_rank is not None:
             ranks["dp_rank"] = dp_rank
-        self._labels = {
+        labels = {
             "model_name": get_serving().served_model_name,
             "engine_type": "unified",
             **ranks,
             **({"priority": ""} if server_args.enable_priority_scheduling else {}),
             **(server_args.extra_metric_labels or {}),
         }
-        names = [*self._labels]
-        self._counters = (
+        names = [*labels]
+        counters = (
             Counter("sparrow:drafted_tokens", "Drafts", [*names, "kind"]),
             Counter(
                 "sparrow:drafts", "Drafts whose predecessors were all accepted", [*names, "kind"]
@@ -50,11 +50,15 @@ class DraftMetrics:
             "Drafts of each request in the latest round",
             names,
             multiprocess_mode="mostrecent",
-        ).labels(**self._labels)
+        ).labels(**labels)
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        self._counters = {
+            kind: [counter.labels(**labels, kind=kind) for counter in counters] for kind in kinds
+        }
 
     def observe(self, drafts: int, kinds: Mapping[Kind, Drafted]) -> None:
         """Count a round that took `drafts` of each request, `kinds` of all its requests."""
         self._per_round.set(drafts)
         for kind, counts in kinds.items():
-            for counter, count in zip(self._counters, counts, strict=True):
-                counter.labels(**self._labels, kind=kind).inc(count)
+            for counter, count in zip(self._counters[kind], counts, strict=True):
+                counter.inc(count)

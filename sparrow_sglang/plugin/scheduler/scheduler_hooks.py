@@ -137,6 +137,8 @@ def _cache_prefilled(req: "Req", tree_cache: "BasePrefixCache") -> None:
 
 def graph_runner_class(original: Callable[..., type], runner: "ModelRunner") -> type:
     """AROUND hook: capture what the mode replays."""
-    if PROCESS.scheduler is None or runner.device != "cuda":
+    # Known since the model was loaded: the backend may not be built when SGLang first calls this.
+    if PROCESS.decoding is None or runner.device != "cuda":
         return original(runner)
-    return PROCESS.scheduler.mode.graph_runner()
+    mode, _ = PROCESS.decoding
+    return mode.graph_runner()

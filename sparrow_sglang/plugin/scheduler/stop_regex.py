@@ -2,6 +2,7 @@
 the response after each step, in the process that serves everybody, by `re`, which may take
 exponential time."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 MAX_SIZE = 1000
 """Largest number of RE2's instructions for the patterns of a request: a step may take so many
 times the length of the text."""
+_NO_REPEAT = re.compile(r"(?<!\\)\{,\d+\}")
 _COMPILED = "sparrow_stop"
 """Attribute of requests that holds their compiled `stop_regex`."""
 
@@ -27,6 +29,8 @@ def compiled(patterns: Sequence[str]) -> re2._Regexp:
     options = re2.Options()
     options.log_errors, options.never_capture, options.max_mem = False, True, 2**20
     shown = quoted(patterns[0] if len(patterns) == 1 else list(patterns))
+    if any(_NO_REPEAT.search(pattern) for pattern in patterns):
+        raise RequestError(f"stop_regex={shown}: RE2 reads {{,n}} as text, expected {{0,n}}")
     try:
         expression = re2.compile("|".join(f"(?:{pattern})" for pattern in patterns), options)
     except re2.error as error:

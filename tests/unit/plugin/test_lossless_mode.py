@@ -10,7 +10,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sparrow_sglang.attention_backends.gpu_decode import DecodeBuffers
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.lossless.mode import Lossless, mode_of
+from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.scheduler import memory
+from sparrow_sglang.plugin.scheduler.scheduler_hooks import graph_runner_class
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedules.options import RequestError
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -138,3 +140,16 @@ def test_the_logits_of_a_round_are_reserved(
     model_config.vocab_size = 1000
     left = memory.reserve_decode_buffers(10**9, kvc, 0.0)
     assert without - left == 3 * 4 * 1000 * requests * tokens
+
+
+def test_what_is_captured_is_known_before_the_backend_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang requests the class of graphs for its memory plan, too."""
+    monkeypatch.setattr(PROCESS, "scheduler", None)
+    runner: Any = SimpleNamespace(device="cuda")
+    for mode in (Mode(), Lossless()):
+        monkeypatch.setattr(PROCESS, "decoding", (mode, BudgetSchedule.drafts()))
+        assert graph_runner_class(lambda _: object, runner) is mode.graph_runner()
+    monkeypatch.setattr(PROCESS, "decoding", None)
+    assert graph_runner_class(lambda _: object, runner) is object

@@ -33,6 +33,7 @@ USUAL = [
     "(?P<name>(a|aa)*b)",
     r"\Aw|[[:d]\]",
     r"[^a-yé]{3}",
+    r"\{,2}",
 ]
 PIECES = [*"aAbBwWeEé٣3_\n\r \u00a0.!-}", "end", "the", "STOP", "\n\n", "User: ", "stop7", "été"]
 PIECES += ["\\boxed{", "</answer>", "#### ", "日本", "\u2028", "\U0001f600", "\0", "d]", "color"]
@@ -57,6 +58,7 @@ REFUSED = [
         "(?:.{30}){33}",
         "(?:a?){1000}",
         r"end\Z",
+        "a{,2}b",
     ),
 ]
 
