@@ -37,11 +37,6 @@ BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 614
 SHORT_CONTEXT = 16384
 SHORT_BIN_TOKENS = 1024
 PROMPTS_PER_BIN = 24
-GIVEN_RESPONSE_ENGINE_ARGS = {
-    "enable_custom_logit_processor": True,
-    # An overlapping scheduler would launch a step before the request has the token of the last one.
-    "disable_overlap_schedule": True,
-}
 _DECODED_BY = (
     *("name", "bin_tokens", "budget_tokens", "sink_pages", "recent_pages", "dense_layers"),
     "selection",
@@ -97,8 +92,8 @@ class CalibrationOptions:
         if problem := path_problem(self.model_path):
             raise CalibrationError(f"--model-path {self.model_path}: {problem}")
         if self.prompts is not None:
-            # Two tokens for any text check a file's form without a tokenizer.
-            read_prompts(self.prompts, lambda text, add_special_tokens=True: [0, 0], sys.maxsize)
+            # One token for any text checks a file's form without a tokenizer.
+            read_prompts(self.prompts, lambda text: [0], sys.maxsize)
         for path in self.check:
             read_schedule(path)
         if self.out is not None and (self.out.suffix != ".json" or self.out.is_dir()):
@@ -136,9 +131,6 @@ class Job:
     out: Path
 
     def __post_init__(self) -> None:
-        samples = self.options.samples
-        if samples > 1 and all(prompt.response_ids for prompt in self.prompts):
-            raise CalibrationError(f"--samples {samples} along given responses: expected 1")
         if not self.samples:
             raise CalibrationError(f"no generation would decode sparsely: expected {_MORE_SPARSE}")
         for schedule in self.under if self.is_check else ():
@@ -165,7 +157,7 @@ class Job:
         prompts = read_prompts(options.prompts, tokenize, context)
         vocab_size = model_value(hf_config, "vocab_size")
         for prompt in prompts:
-            if vocab_size and (most := max(prompt.input_ids + prompt.response_ids)) >= vocab_size:
+            if vocab_size and (most := max(prompt.input_ids)) >= vocab_size:
                 line = prompt.name.partition("-")[0]
                 raise CalibrationError(
                     f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
@@ -209,12 +201,10 @@ class Job:
 
     @property
     def engine_args(self) -> dict[str, Any]:
-        given = any(prompt.response_ids for prompt in self.prompts)
         return {
             "context_length": self.model.context,
             "page_size": self.page_size,
             "random_seed": self.options.seed,
-            **(GIVEN_RESPONSE_ENGINE_ARGS if given else {}),
             **self.options.engine_args,
         }
 

@@ -3,11 +3,10 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +25,6 @@ from sparrow_sglang.mismatch.exact_rates import (
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.progress import Progress
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-
-if TYPE_CHECKING:
-    import torch
-
-_GIVEN = "sparrow_given_response"
 
 
 def measure_missing(job: Job) -> dict[str, float]:
@@ -175,13 +169,7 @@ def _measure_batch(
     count = progress.counter("measuring", len(samples), "generations")
 
     def compare(slot: int, answer: Mapping[str, Any]) -> dict[str, Any]:
-        sample = samples[slot]
-        given = list(sample.prompt.response_ids[: sample.new_tokens])
-        if given and answer["output_ids"] != given:
-            raise CalibrationError(
-                f"prompt {sample.prompt.name}: the engine generated other tokens than those given"
-            )
-        return comparing_request(slot, sample.prompt.input_ids, answer["output_ids"])
+        return comparing_request(slot, samples[slot].prompt.input_ids, answer["output_ids"])
 
     def keep(slot: int, answer: Mapping[str, Any]) -> None:
         sample = samples[slot]
@@ -200,41 +188,14 @@ def _request(sample: Sample, slot: int) -> dict[str, Any]:
     custom = record_into(slot, len(prompt.input_ids))
     if not sample.switched:
         custom["sparrow"] = {"kv_budget_tokens": sample.schedule.budget_tokens[0]}
-    if prompt.response_ids:
-        custom[_GIVEN] = list(prompt.response_ids)
     return {
         "input_ids": list(prompt.input_ids),
-        "custom_logit_processor": _given_response() if prompt.response_ids else None,
         "sampling_params": {
             # Sample without truncation, as the acceptance rate compares whole distributions.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,
             "max_new_tokens": sample.new_tokens,
-            "ignore_eos": bool(prompt.response_ids),
             "custom_params": custom,
         },
     }
-
-
-@cache
-def _given_response() -> str:
-    """An SGLang logit processor that allows one token per step, the next of the given response."""
-    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
-
-    class OneToken(CustomLogitProcessor):  # type: ignore[misc]
-        def __call__(
-            self, logits: "torch.Tensor", custom_param_list: list[dict[str, Any]] | None = None
-        ) -> "torch.Tensor":
-            steps = [
-                # After each chunk of a long prompt SGLang samples, too, and discards the token.
-                parameters[_GIVEN][min(len(request.output_ids), len(parameters[_GIVEN]) - 1)]
-                for parameters in custom_param_list or ()
-                for request in [parameters["__req__"]]
-            ]
-            logits.fill_(-float("inf"))
-            for row, token in enumerate(steps):
-                logits[row, token] = 0.0
-            return logits
-
-    return str(OneToken.to_str())

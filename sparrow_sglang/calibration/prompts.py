@@ -3,21 +3,17 @@
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.json_values import cut, relative_note
 
-
-class Tokenize(Protocol):
-    def __call__(
-        self, text: str | list[dict[str, Any]], add_special_tokens: bool = True
-    ) -> list[int]: ...
-
+Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
+"""Token ids of a text, or of chat messages."""
 
 # Tokens of the context that SGLang (0.5.17) does not allow for input; a sequence to score is input.
 UNSCORED = 6
@@ -37,12 +33,10 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap.
-    `response_ids` is the given response to decode along; empty to sample one."""
+    """Token ids to continue; `name` identifies the prompt in results and in the bootstrap."""
 
     name: str
     input_ids: tuple[int, ...]
-    response_ids: tuple[int, ...] = ()
 
 
 def tokenizer_of(model_path: str) -> Tokenize:
@@ -55,13 +49,12 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
         return AutoTokenizer.from_pretrained(model_path)
 
-    def tokenize(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
+    def tokenize(text: str | list[dict[str, Any]]) -> list[int]:
         if tokenizer().chat_template is None and not isinstance(text, str):
             text = "\n\n".join(str(message.get("content", "")) for message in text)
         if isinstance(text, str):
             # Without a warning about texts beyond the context, which are sliced or refused.
-            encoded = tokenizer()(text, add_special_tokens=add_special_tokens, verbose=False)
-            return list(encoded["input_ids"])
+            return list(tokenizer()(text, verbose=False)["input_ids"])
         ids = tokenizer().apply_chat_template(text, add_generation_prompt=True, return_dict=False)
         return list(ids)
 
@@ -70,9 +63,9 @@ def tokenizer_of(model_path: str) -> Tokenize:
 
 def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     """Prompts of a JSONL file, one `{"prompt": text}`, `{"messages": [...]}` or `{"input_ids":
-    [...]}` a line; a `"response"`, text or token ids, is decoded along. Lines with the same prompt
-    share a name. Raises `CalibrationError`, naming the line, on an empty file, a line of another
-    form and a prompt that leaves no room for a token in `context`."""
+    [...]}` a line. Lines with the same prompt share a name. Raises `CalibrationError`, naming the
+    line, on an empty file, a line of another form and a prompt that leaves no room for a token in
+    `context`."""
     try:
         # Not `splitlines`, which also splits at separators that JSON strings may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -88,7 +81,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
             continue
         where = f"{path}:{number}"
         try:
-            ids, response = _prompt_ids(line, where, tokenize)
+            ids = _prompt_ids(line, where, tokenize)
         except CalibrationError:
             raise
         except Exception as error:  # templates raise anything on messages that they do not expect
@@ -102,7 +95,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
                 f" leave room in the model's context of {context}"
             )
         name = names.setdefault(tuple(ids), f"{number}-{_digest(ids)[:8]}")
-        prompts.append(Prompt(name, tuple(ids), tuple(response)))
+        prompts.append(Prompt(name, tuple(ids)))
     if not prompts:
         raise CalibrationError(
             f'--prompts {path}: holds no prompts; expected one per line, e.g. {{"prompt": "..."}}'
@@ -110,7 +103,7 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     return prompts
 
 
-def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], list[int]]:
+def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -122,26 +115,16 @@ def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> tuple[list[int], l
         tokens = tokenize(text)
     elif isinstance(messages, list) and all(isinstance(entry, dict) for entry in messages):
         tokens = tokenize(messages) if messages else []
-    elif _are_ids(ids):
+    elif isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
         tokens = ids
     if not tokens:
         raise CalibrationError(
             f'{where}: {line.strip()[:60]!r}: expected {{"prompt": text}}, {{"messages": [...]}} or'
             ' {"input_ids": [numbers]}, with at least one token'
         )
-    response = fields.get("response", [])
-    following = response
-    if isinstance(response, str) and response:
-        following = tokenize(response, add_special_tokens=False)
-    if "response" in fields and not (_are_ids(following) and len(following) > 1):
-        raise CalibrationError(
-            f"{where}: response {cut(repr(response))}: expected a text or ids of two tokens or more"
-        )
-    return tokens, following
-
-
-def _are_ids(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+    if "response" in fields:
+        raise CalibrationError(f"{where}: expected a prompt without response, which is sampled")
+    return tokens
 
 
 def builtin_prompts(
@@ -203,7 +186,7 @@ def _corpus(part: str) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    content = json.dumps([[p.name, p.input_ids, *filter(None, [p.response_ids])] for p in prompts])
+    content = json.dumps([[prompt.name, prompt.input_ids] for prompt in prompts])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -63,15 +63,13 @@ def plan_samples(
     for prompt in prompts:
         length = len(prompt.input_ids)
         # A sequence that fills the context could be generated, but not scored.
-        room, count = min(new_tokens, context - 1 - length), repeats
-        if prompt.response_ids:
-            # Along a given response all samples would be equal.
-            room, count = min(room, len(prompt.response_ids)), 1
+        room = min(new_tokens, context - 1 - length)
         cached = np.arange(length + 1, length + room)
         for schedule in schedules:
             if (schedule.tokens_read(cached) < cached).any():
                 samples += [
-                    Sample(len(samples) + i, prompt, schedule, room, switched) for i in range(count)
+                    Sample(len(samples) + i, prompt, schedule, room, switched)
+                    for i in range(repeats)
                 ]
     return samples
 

@@ -10,15 +10,11 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from engines import save_tiny_model, start_engine
-from oracle import ContractModel
 
 from sparrow_sglang.calibration import measure
 from sparrow_sglang.calibration.measure import stop_waiting
-from sparrow_sglang.calibration.samples import WorkFolder
 from sparrow_sglang.client.engine import keep_signals
 from sparrow_sglang.commands import cli
 from sparrow_sglang.mismatch.exact_rates import exact_rates
@@ -122,32 +118,6 @@ def test_fresh_prompts_hold_the_targets_and_no_bolder_one(calibrated: Path, mode
     checks = json.loads((calibrated / "check.json").read_text())["checks"]
     judged = [row for check in checks for row in check["bins"] if row["verdict"] == "holds"]
     assert judged and [check["holds"] for check in checks] == [True] * len(TARGETS) + [False]
-
-
-def test_rates_along_a_given_response_are_those_of_that_response(
-    model: str, tmp_path: Path
-) -> None:
-    draw = random.Random(5)
-    rows = [
-        {key: [draw.randrange(3, 32) for _ in range(size)] for key, size in sizes.items()}
-        for sizes in [{"input_ids": 90, "response": 40}, {"input_ids": 140, "response": 30}] * 4
-    ]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    schedule = BudgetSchedule(
-        name="small", page_size=16, bin_tokens=64, budget_tokens=(64,), tail_target=0.1
-    )
-    schedule.save(tmp_path / "small.json")
-    words = command(model, tmp_path / "p.jsonl", "--check", str(tmp_path / "small.json"))
-    # Enough tokens together, but too few in any bin to judge it.
-    assert cli.main([*words, "--work", str(tmp_path / "w"), "--out", str(tmp_path / "c.json")]) == 1
-    settings = json.loads((tmp_path / "w" / "settings.json").read_text())
-    measured = WorkFolder(tmp_path / "w", settings).load().values()
-    sparse, dense = ContractModel(model, schedule), ContractModel(model)
-    for row, tokens in zip(rows, measured, strict=True):
-        p, q = (torch.exp(m.log_probs(row["input_ids"], row["response"])) for m in (sparse, dense))
-        expected = torch.minimum(p, q).sum(-1)[1:]
-        assert len(tokens.rates) == len(row["response"]) - 1
-        np.testing.assert_allclose(tokens.rates, expected, atol=1e-4)
 
 
 def _run_in_child(argv: list[str], log: Path, work: Path, number: int) -> None:

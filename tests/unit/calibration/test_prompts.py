@@ -14,37 +14,21 @@ from sparrow_sglang.calibration.prompts import builtin_prompts, read_prompts
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
 
-START = 1
 
-
-def words(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
+def words(text: str | list[dict[str, Any]]) -> list[int]:
     """A tokenizer without a model: one token per word, by content."""
     flat = text if isinstance(text, str) else " ".join(m["content"] for m in text)
     return [sum(word.encode()) + 1 for word in flat.split()]
-
-
-def with_start(text: str | list[dict[str, Any]], add_special_tokens: bool = True) -> list[int]:
-    """`words` of a model whose texts start with a token of their own."""
-    return [START] * add_special_tokens + words(text)
 
 
 def test_prompts_are_read_in_all_forms(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(
         '{"prompt": "a b"}\n\n{"messages": [{"role": "user", "content": "c"}]}\n'
-        '{"input_ids": [7, 8, 9]}\n{"input_ids": [7], "response": [5, 6]}\n'
-        '{"prompt": "a", "response": "b c"}\n'
+        '{"input_ids": [7, 8, 9]}\n'
     )
-    read = [(p.input_ids, p.response_ids) for p in read_prompts(path, words, 12)]
-    sampled = [((98, 99), ()), ((100,), ()), ((7, 8, 9), ())]
-    assert read == [*sampled, ((7,), (5, 6)), ((98,), (99, 100))]
-
-
-def test_a_response_goes_on_after_its_prompt_without_a_start_of_text(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a", "response": "b c"}\n')
-    (prompt,) = read_prompts(path, with_start, 12)
-    assert (prompt.input_ids, prompt.response_ids) == ((START, 98), (99, 100))
+    read = [prompt.input_ids for prompt in read_prompts(path, words, 12)]
+    assert read == [(98, 99), (100,), (7, 8, 9)]
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85"])
@@ -58,8 +42,8 @@ def test_only_line_breaks_end_a_line(tmp_path: Path, separator: str) -> None:
 
 def test_lines_with_the_same_prompt_are_one_cluster(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    lines = '{"prompt": "a"}\n{"prompt": "a", "response": "b c"}\n{"input_ids": [98]}\n'
-    path.write_text(lines * 9)
+    lines = '{"prompt": "a"}\n{"input_ids": [98]}\n'
+    path.write_text(lines * 14)
     cached, rates = np.full(100, 20), np.linspace(0, 1, 100)
 
     def tail() -> BinTail:
@@ -83,9 +67,7 @@ def test_lines_with_the_same_prompt_are_one_cluster(tmp_path: Path) -> None:
         '{"messages": [{"role": "user", "content": null}]}',
         "[" * 100_000,
         f'{{"input_ids": [{"9" * 5000}]}}',
-        '{"prompt": "a", "response": ""}',
-        '{"prompt": "a", "response": [1]}',
-        '{"prompt": "a", "response": 3}',
+        '{"prompt": "a", "response": "b c"}',
         json.dumps({"input_ids": [1] * 2}),
     ],
 )
