@@ -46,7 +46,7 @@ def _three(words: str, ours: int, stock: int, **others: int) -> Part:
 
 _8B, _1B = "rollout --model qwen3-8b", "rollout --model qwen3-1.7b"
 _LOSSLESS = "--drafts 8 --acceptance-rate 0.94"
-_ROUNDS = "--schedules drafts --drafts 8 0+3 1+2 3+5 --acceptance-rate 0.94"
+_ROUNDS = "--schedules drafts --drafts 8 0+3 0+8 1+2 3+5 --acceptance-rate 0.94"
 # Steps are the same without graphs of prefills, and engines start earlier.
 _STEPS = """--prefills 0 --repeats 2 --engine-args '{"disable_prefill_cuda_graph": true}'"""
 _8B_CASES = "1x1024 4x4096 16x8192 8x32768 64x1024 64x4096"
