@@ -92,7 +92,7 @@ test-versions: $(STAMP)
 
 fuzz: $(STAMP)
 	SPARROW_FUZZ_CASES=$${CASES:-100000} SPARROW_FUZZ_SEED=$${SEED:-0} $(BIN)/python -m pytest -s \
-		--timeout 0 tests/server/test_fuzz.py
+		--timeout 0 -o faulthandler_timeout=0 tests/server/test_fuzz.py
 
 mutants: $(STAMP)
 	$(BIN)/python tools/mutants.py $(WORD)

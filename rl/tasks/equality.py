@@ -2,7 +2,7 @@
 answer is one value, evaluated, of the kind of the expected one."""
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from sparrow_sglang.rl.tasks.answers import last_box
@@ -16,8 +16,10 @@ from sparrow_sglang.rl.tasks.expressions import (
     verified,
 )
 from sparrow_sglang.rl.tasks.notation import cleaned, flat
+from sparrow_sglang.rl.tasks.time_limit import holds_within
 
 MAX_CHARACTERS = 2000
+LIMIT_S = 10
 
 _LETTER = re.compile(r"\(?([A-Z])\)?[.:]?")
 _CHOICE = re.compile(r"(?:(?:option|choice|answer) *)?(?:\( *([A-Z]) *\)|([A-Z])(?:[.:)]|$))", re.I)
@@ -60,7 +62,12 @@ _ROUNDED = re.compile(r"(.*\S) *\\approx *(-?\d+(?:\.\d+)?)")
 
 @lru_cache(maxsize=4096)
 def equal(expected: str, given: str) -> bool:
-    """What is left to compute is an answer only if `expected` is written so."""
+    """What is left to compute is an answer only if `expected` is written so. False after `LIMIT_S`,
+    unless called outside the main thread."""
+    return holds_within(LIMIT_S, partial(_equal, expected, given))
+
+
+def _equal(expected: str, given: str) -> bool:
     # Expected answers may be whole solutions.
     box = last_box(expected)
     gold, answer = cleaned(box[0] if box else expected), cleaned(given)
@@ -72,7 +79,7 @@ def equal(expected: str, given: str) -> bool:
         exact, decimal = rounded.groups()
         if is_rounded(exact.rpartition("=")[2], decimal):
             sides = (exact, decimal) if "." in gold else (exact,)
-            return any(equal(expected, side) for side in sides)
+            return any(_equal(expected, side) for side in sides)
     (gold, *modulus), (answer, *given_modulus) = map(_MODULUS.split, (gold, answer))
     if modulus and given_modulus and modulus != given_modulus:
         return False

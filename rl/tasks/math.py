@@ -65,8 +65,7 @@ def import_libraries() -> None:
 def reward(prompt: Prompt, text: str, finish_reason: str = "stop") -> float:
     """1 if the final answer in `text` equals the expected one, else 0. It is the last box after the
     thinking; without one what "the answer is" names, else the last formula, else the only number.
-    Text after a box may take it back or name another answer: then there is none. The caller must
-    set a time limit; see `equality.equal`."""
+    Text after a box may take it back or name another answer: then there is none."""
     answer = conclusion(text, finish_reason, prompt.payload.get("thinking", False))
     expected = prompt.payload["answer"]
     if answer is None:

@@ -1,7 +1,9 @@
 """What responses answer, and which answers are the same, by the cases in math_cases.jsonl."""
 
+import itertools
 import json
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 
 from sparrow_sglang.rl.tasks import expressions, math
 from sparrow_sglang.rl.tasks.answers import conclusion, last_program
+from sparrow_sglang.rl.tasks.equality import equal
 from sparrow_sglang.rl.tasks.reward_worker import import_libraries
+from sparrow_sglang.rl.tasks.time_limit import holds_within
 from sparrow_sglang.rl.types import Prompt
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "math_cases.jsonl").open()]
@@ -62,17 +66,48 @@ def test_spacing_and_wrappers_change_no_reward(
     assert math.reward(prompt, rf"\boxed{{{text}}}") == case["reward"]
 
 
+@pytest.mark.timeout(120)
 def test_hostile_expressions_earn_0_soon() -> None:
     towers = [r"9^{9^{9^9}}", "1000000!", "(x+1)^{100000}", r"\binom{1000000}{500000}"]
     towers += [r"((((2^{9})^{9})^{9})^{9})^{9}", r"\prod_{k=1}^{1000000} k", "1" + "0" * 5000]
     math.reward(Prompt("p", "math", (1,), {"answer": "1"}), r"\boxed{2}")
     before = time.monotonic()
-    # The library expands the last pair for minutes.
-    pairs = [*(("1", tower) for tower in towers), ("(x+y+z)^{200}", "(x+y+z+1)^{200}")]
+    # The library multiplies these out for minutes.
+    sums = ["(x+y+z)^{200}", "(x+y+z+1)^{200}", "(x+y)^{70}(x+z)^{70}(y+z)^{70}"]
+    pairs = [("1", tower) for tower in towers] + list(itertools.permutations(sums, 2))
     for expected, given in pairs:
         prompt = Prompt("p", "math", (1,), {"answer": expected})
         assert math.reward(prompt, rf"\boxed{{{given}}}") == 0
     assert time.monotonic() - before < 20
+    assert equal(sums[1], "(1+z+y+x)^{200}")
+
+
+class Swallower:
+    """An alarm that arrives in a destructor is lost."""
+
+    def __del__(self) -> None:
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pass
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_holds_where_an_alarm_is_lost_and_keeps_the_timer_of_others() -> None:
+    def judge() -> bool:
+        Swallower()
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            pass
+        return True
+
+    outer = signal.setitimer(signal.ITIMER_REAL, 100)
+    try:
+        assert not holds_within(0.1, judge)
+        assert 80 < signal.getitimer(signal.ITIMER_REAL)[0] < 99.9
+        assert holds_within(60, lambda: True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *outer)
 
 
 def test_a_prompt_that_opens_the_thinking_needs_its_end() -> None:
