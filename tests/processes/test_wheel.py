@@ -1,7 +1,6 @@
 """Wheel and sdist hold everything, and what the wheel installs runs, or says what it lacks."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -112,25 +111,6 @@ def test_the_sdist_holds_what_the_pages_and_the_tests_refer_to(dist: Path) -> No
         files = [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix != ".pyc"]
         assert {f.relative_to(ROOT).as_posix() for f in files} <= names
     assert {"Makefile", "constraints.txt", "CHANGELOG.md"} <= names
-
-
-@pytest.mark.parametrize("repository", [None, "https://host.example/sparrow"])
-def test_the_page_of_the_index_has_no_relative_links(
-    source: Path, tmp_path: Path, repository: str | None
-) -> None:
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(source / name, tmp_path)
-    for name in FOLDERS:
-        (tmp_path / FOLDERS[name]).mkdir(parents=True)
-    if repository:
-        project = tmp_path / "pyproject.toml"
-        line = f'[project.urls]\nRepository = "{repository}"\n'
-        project.write_text(project.read_text().replace("[project.urls]\n", line))
-    run(sys.executable, "setup.py", "-q", "egg_info", cwd=tmp_path)
-    page = (tmp_path / "sparrow_sglang.egg-info" / "PKG-INFO").read_text()
-    links = re.findall(r"\]\(([^)]*)\)", page)
-    assert links and all(link.startswith("https://") for link in links)
-    assert (f"[Serving]({repository}/blob/main/docs/serving.md)" in page) == bool(repository)
 
 
 def test_in_an_empty_environment_commands_say_what_is_missing(dist: Path, tmp_path: Path) -> None:
