@@ -12,7 +12,6 @@ _EXPORTS = {
     "get_schedule": "sparrow_sglang.client.control",
     "measure_acceptance": "sparrow_sglang.client.acceptance",
     "push_adapter": "sparrow_sglang.client.control",
-    "read_mismatch_log": "sparrow_sglang.plugin.launcher.audit.mismatch_log",
     "score_dense": "sparrow_sglang.client.acceptance",
     "set_schedule": "sparrow_sglang.client.control",
     "token_bins": "sparrow_sglang.mismatch.token_bins",

@@ -70,8 +70,8 @@ flags of sparrow:
   --sparrow-dense-backend NAME   prefill by this backend of SGLang on a GPU (fa3, flashinfer,
                                  triton) instead of the one that SGLang would choose
   --sparrow-audit-rate SHARE     score this share of finished requests again, densely, to measure
-                                 how far sparse decode deviates (0 to 1; 0.01 is a good start)
-  --sparrow-audit-log FOLDER     write what the audit finds into this folder
+                                 how far sparse decode deviates (0 to 1; 0.01 is a good start),
+                                 for --enable-metrics
   --sparrow-draft-weights NAME   lossless decoding drafts with the model's own weights (model), FP8
                                  copies (fp8), or copies where these pay (auto, the default)
   --sparrow-disable-lookups      lossless decoding drafts by sparse steps only

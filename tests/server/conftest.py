@@ -25,13 +25,12 @@ def model_of_words(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def client(model_of_words: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def client(model_of_words: str) -> Iterator[httpx.Client]:
     with (
         start_server(
             model_of_words,
             sparrow_schedule="fixed-64",
             sparrow_audit_rate=1.0,
-            sparrow_audit_log=str(tmp_path_factory.mktemp("audit")),
             enable_metrics=True,
             context_length=CONTEXT,
             served_model_name="tiny",

@@ -1,25 +1,19 @@
 """The audit of a running server: what it measures and keeps, and that users do not notice."""
 
-import logging
-import shutil
+import math
+from collections import defaultdict
 from contextlib import nullcontext
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from audits import outcomes
+from audits import outcomes, unseen_audits
 from engines import SCHEDULE, random_prompt, start_engine, weight_updates
 from oracle import ContractModel
 from servers import sparrow_metrics, start_server
-from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.plugin.launcher.audit import mismatch_log
-from sparrow_sglang.plugin.launcher.audit.mismatch_log import read_mismatch_log
 
-FP32 = 2e-4  # |difference| of a log-prob between SGLang in fp32 and transformers in float64
 PLAIN = {"temperature": 1.0, "max_new_tokens": 100, "ignore_eos": True}
 
 
@@ -28,11 +22,8 @@ def arguments(chunked: dict) -> dict:
     return chunked | {"sparrow_audit_rate": 1.0}
 
 
-def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
-    """Rows equal transformers, gauges equal rows, answers are what they are without the audit."""
-    log = tmp_path / "log"
-    # The server is forked from this process.
-    monkeypatch.setattr(mismatch_log, "FLUSH_S", 0.5)
+def test_an_audited_server(sharp_llama, arguments):
+    """Gauges equal transformers, answers are what they are without the audit."""
     prompts = {60: random_prompt(1, 60), 130: random_prompt(2, 130)}
     requests = [
         {"input_ids": ids, "sampling_params": PLAIN, "rid": f"plain-{length}"}
@@ -43,9 +34,7 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
     qwen = PLAIN | {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     asked = requests[0] | wants_logprobs | {"rid": "asked", "sampling_params": qwen}
     not_audited = {"sampling_params": qwen | {"custom_params": {"sparrow": {"dense": True}}}}
-    with start_server(
-        sharp_llama, sparrow_audit_log=str(log), enable_metrics=True, **arguments
-    ) as url:
+    with start_server(sharp_llama, enable_metrics=True, **arguments) as url:
         endpoint = connect(url)
         answers = endpoint.generate([*requests, asked])
         others = endpoint.generate(
@@ -58,7 +47,6 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
         [certain] = endpoint.generate([requests[0] | {"sampling_params": greedy, "rid": "greedy"}])
         outcome = 'sparrow:audit_requests{outcome="audited"}'
         wait_until(lambda: sparrow_metrics(url).get(outcome) == 4)
-        wait_until(lambda: read_mismatch_log(log).num_rows == 400)
         found = sparrow_metrics(url)
 
     for audited, other in ((answers[0], others[0]), (answers[2], others[1])):
@@ -68,55 +56,35 @@ def test_an_audited_server(sharp_llama, arguments, tmp_path, monkeypatch):
     rows_of_k = answers[2]["meta_info"]["output_top_logprobs"]
     assert len(rows_of_k) == 100 and {len(row) for row in rows_of_k} == {3}
 
-    contract = ContractModel(sharp_llama, SCHEDULE)
-    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float64).eval()
-    table = read_mismatch_log(log).to_pandas()
-    assert set(table.request_id) == {"plain-60", "plain-130", "asked", "greedy"}
-    lengths = (60, 130, 60, 60)
-    for answer, length in zip([*answers, certain], lengths, strict=True):
-        ids = prompts[length]
-        rows = table[table.request_id == answer["meta_info"]["id"]]
-        response = answer["output_ids"]
-        assert rows.token_id.tolist() == response
-        assert rows.position.tolist() == list(range(len(ids), len(ids) + 100))
-        with torch.no_grad():
-            dense = model(torch.tensor([ids + response])).logits[0].log_softmax(-1)
-        chosen = dense[len(ids) - 1 : -1][range(100), response].numpy()
-        np.testing.assert_allclose(rows.dense_logprob, chosen, atol=FP32)
-        budgets = [SCHEDULE.budget_at(length) for length in rows.position]
-        assert rows.kv_budget_tokens.tolist() == budgets
-        sparse = contract.log_probs(ids, response)
-        rates = torch.minimum(sparse.exp(), dense[len(ids) - 1 : -1].exp()).sum(-1).numpy()
-        np.testing.assert_allclose(rows.acceptance_rate[1:], rates[1:], atol=1e-4)
     assert found['sparrow:audit_requests{outcome="skipped_own_schedule"}'] == 2
-    # The first token of a response is from prefill, and what fits into the budget is read whole.
-    pages = -(-table.position // 16)
-    bins = pages * 16 // 64
-    read = np.minimum(pages, np.array(SCHEDULE.budget_tokens)[bins] // 16)
-    first = table.groupby("request_id").position.transform("min")
-    sparse = (read < pages) & (table.position > first)
-    assert 0 < sparse.sum() < len(table)
-    for index in range(4):
-        inside = table[sparse & (bins == index)]
-        if not len(inside):
-            assert f'sparrow:audited_tokens{{bin="{index}"}}' not in found
-            continue
-        assert found[f'sparrow:audited_tokens{{bin="{index}"}}'] == len(inside)
-        labels, mean = f'{{bin="{index}"}}', inside.acceptance_rate.mean()
-        assert found[f"sparrow:acceptance_mean{labels}"] == pytest.approx(mean, abs=1e-4)
-        assert 0 < found[f"sparrow:acceptance_tail{labels}"] < mean
-        assert found[f'sparrow:kv_budget_tokens{{bin="{index}"}}'] == SCHEDULE.budget_tokens[index]
+    sparse, dense = ContractModel(sharp_llama, SCHEDULE), ContractModel(sharp_llama)
+    rates = defaultdict(list)
+    for answer, length in zip([*answers, certain], (60, 130, 60, 60), strict=True):
+        response = answer["output_ids"]
+        p, q = (model.log_probs(prompts[length], response).exp() for model in (sparse, dense))
+        # The first token of a response is from prefill.
+        for cached, rate in enumerate(torch.minimum(p, q).sum(-1).tolist()[1:], length + 1):
+            read_by_all = -(-cached // 16) * 16
+            # What fits into the budget is read whole.
+            if SCHEDULE.budget_tokens[read_by_all // 64] < read_by_all:
+                rates[read_by_all // 64].append(rate)
+    assert 0 < sum(map(len, rates.values())) < 4 * 99
+    for index, budget in enumerate(SCHEDULE.budget_tokens):
+        bin_label = f'{{bin="{index}"}}'
+        assert found[f"sparrow:kv_budget_tokens{bin_label}"] == budget
+        inside = sorted(rates[index])
+        assert found.get(f"sparrow:audited_tokens{bin_label}", 0) == len(inside)
+        if inside:
+            mean, tail = sum(inside) / len(inside), inside[math.ceil(len(inside) / 20) - 1]
+            assert found[f"sparrow:acceptance_mean{bin_label}"] == pytest.approx(mean, abs=1e-4)
+            # Tails are read off a grid of 2,000 cells.
+            assert found[f"sparrow:acceptance_tail{bin_label}"] == pytest.approx(tail, abs=5e-4)
     assert found["sparrow:kv_tokens_cached"] == found["sparrow:kv_tokens_read"] == 0
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("audit") / "log"
-
-
-@pytest.fixture(scope="module")
-def engine(sharp_llama, arguments, log):
-    with start_engine(sharp_llama, sparrow_audit_log=str(log), **arguments) as engine:
+def engine(sharp_llama, arguments):
+    with unseen_audits(), start_engine(sharp_llama, **arguments) as engine:
         yield engine
 
 
@@ -126,11 +94,7 @@ def generate(engine, count: int, length: int, **more) -> list[dict]:
     return connect(engine).generate([r | {"sampling_params": sampling, **more} for r in requests])
 
 
-def since(before: dict[str, int], engine) -> dict[str, int]:
-    return {name: count - before[name] for name, count in outcomes(engine).items()}
-
-
-def test_weights_change_at_once_after_answers_with_audits_queued(engine, sharp_llama, log):
+def test_weights_change_at_once_after_answers_with_audits_queued(engine, sharp_llama):
     """An update, and a check that may overwrite the weights, find the scheduler idle."""
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
@@ -153,17 +117,3 @@ def test_weights_change_at_once_after_answers_with_audits_queued(engine, sharp_l
         assert after["audited"] + after["dropped"] - before["audited"] - before["dropped"] == 4
         before = after
     assert outcomes(engine) == before
-    assert read_mismatch_log(log).num_rows == before["audited"] * 60
-
-
-def test_a_lost_log_folder_ends_the_audit(engine, log, warnings):
-    before = outcomes(engine)
-    shutil.rmtree(log)
-    generate(engine, 1, 60)
-    assert since(before, engine)["audited"] == 1
-    generate(engine, 2, 60)
-    assert since(before, engine) == {"audited": 1, "dropped": 0, "failed": 0}
-    errors = [record for record in warnings.records if record.levelno == logging.ERROR]
-    # caplog sees a record twice where the logger also propagates.
-    assert len(set(map(id, errors))) == 1
-    assert "the audit is off from now on, the server goes on" in errors[0].getMessage()

@@ -4,7 +4,6 @@ problem names field, value, reason and remedy."""
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow_sglang.attention_backends.dense_side import DENSE_FIELD, dense_problems
@@ -200,17 +199,11 @@ def server_problems(server_args: "ServerArgs") -> list[str]:
 
 def _audit_problems(server_args: "ServerArgs") -> list[str]:
     problems = []
-    log = server_args.sparrow_audit_log
-    if log is not None and not server_args.sparrow_audit_rate:
-        problems.append(
-            f"sparrow_audit_log={log!r}: nothing is audited; pass --sparrow-audit-rate 0.01"
-        )
-    elif log is not None:
-        folder = Path(log).absolute()
-        parent = next(path for path in (folder, *folder.parents) if path.exists())
-        if not log or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            problems.append(f"sparrow_audit_log={log!r}: expected a folder that can be written to")
     audited = server_args.sparrow_audit_rate
+    if audited and not server_args.enable_metrics:
+        problems.append(
+            f"sparrow_audit_rate={audited}: nothing would show what is found; pass --enable-metrics"
+        )
     if audited and server_args.pp_size > 1:
         problems.append(
             f"pp_size={server_args.pp_size} with --sparrow-audit-rate: SGLang does not return what"

@@ -93,12 +93,7 @@ FIELDS = {
         float,
         0.0,
         "Share of finished requests, 0 to 1, that the attention backend 'sparrow' scores again"
-        " densely to measure the mismatch.",
-    ),
-    "sparrow_audit_log": ServerField(
-        str | None,
-        None,
-        "Folder in which the attention backend 'sparrow' logs the mismatch of audited requests.",
+        " densely; with --enable-metrics, which shows what it finds.",
     ),
 }
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -18,7 +17,6 @@ from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.launcher.adapters import adapter
 from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
-from sparrow_sglang.plugin.launcher.audit.mismatch_log import MismatchLog
 from sparrow_sglang.plugin.launcher.control import schedule
 from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import uses_sparrow
@@ -75,10 +73,9 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
     # A calibration measures schedules as they are written.
     records = RECORD_VARIABLE in os.environ
     state.measures_dense = resolved(server_args).device == "cuda" and not records
-    rate, folder = server_args.sparrow_audit_rate, server_args.sparrow_audit_log
+    rate = server_args.sparrow_audit_rate
     if rate or server_args.enable_metrics:
-        log = None if folder is None else MismatchLog(Path(folder))
-        state.auditor = Auditor(manager, rate, active, log, state.released)
+        state.auditor = Auditor(manager, rate, active, state.released)
     setattr(manager, ATTRIBUTE, state)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is not None:

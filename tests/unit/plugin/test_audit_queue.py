@@ -2,21 +2,14 @@
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.mismatch.exact_rates import AUDIT_SLOTS
 from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
-from sparrow_sglang.plugin.launcher.audit.mismatch_log import (
-    TOKEN_ROW,
-    MismatchLog,
-    read_mismatch_log,
-)
 from sparrow_sglang.plugin.launcher.audit.queue import AuditQueue, skip_reason
 from sparrow_sglang.plugin.launcher.audit.statistics import SKIPPED
 from sparrow_sglang.plugin.mode import Mode
@@ -103,7 +96,7 @@ def test_a_user_gets_no_slot_of_the_audit(new_tokens: int) -> None:
     )
 
     async def receive() -> None:
-        Auditor(manager, 1.0, ACTIVE, None, set()).on_requests([request])
+        Auditor(manager, 1.0, ACTIVE, set()).on_requests([request])
 
     asyncio.run(receive())
     custom = request.sampling_params.custom_params
@@ -133,39 +126,11 @@ def test_an_error_of_the_record_ends_it_and_not_the_scheduler(monkeypatch) -> No
     assert state.record is None and not state.compared
 
 
-@pytest.mark.parametrize("ending", ["SIGTERM", "Ctrl-C"])
-def test_a_server_that_stops_writes_what_it_has_measured(tmp_path: Path, ending: str) -> None:
-    """On SIGTERM SGLang first lets requests end; on Ctrl-C the event loop ends."""
-    manager: Any = SimpleNamespace(
-        server_args=SimpleNamespace(enable_metrics=False),
-        rid_to_state={},
-        is_pause=False,
-        gracefully_exit=False,
-    )
-    log = MismatchLog(tmp_path)
-    auditor = Auditor(manager, 1.0, ACTIVE, log, set())
-
-    async def serve() -> None:
-        auditor.on_requests([])
-        rows = np.zeros(3, TOKEN_ROW)
-        rows["request_id"] = "a"
-        log.append(rows)
-        # Longer than it takes an audit to look for what is due.
-        await asyncio.sleep(0.5)
-        assert not list(tmp_path.iterdir())
-        manager.gracefully_exit = ending == "SIGTERM"
-        while manager.gracefully_exit and not read_mismatch_log(tmp_path).num_rows:
-            await asyncio.sleep(0.05)
-
-    asyncio.run(serve())
-    assert read_mismatch_log(tmp_path)["request_id"].to_pylist() == ["a"] * 3
-
-
 def test_responses_of_old_weights_are_forgotten_before_and_after_an_update() -> None:
     manager: Any = SimpleNamespace(
         server_args=SimpleNamespace(enable_metrics=False), is_pause=False
     )
-    auditor = Auditor(manager, 1.0, ACTIVE, None, set())
+    auditor = Auditor(manager, 1.0, ACTIVE, set())
     queue = auditor._queue
 
     def answered(name: str) -> None:

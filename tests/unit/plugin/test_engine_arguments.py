@@ -19,4 +19,4 @@ def test_a_number_must_be_one(name: str, value: Any) -> None:
 def test_a_name_must_be_known_and_a_field_of_ours_is() -> None:
     with pytest.raises(ValueError, match="tp_sise is no argument of SGLang: .*'tp_size'"):
         engine_arguments('{"tp_sise": 2}')
-    assert engine_arguments('{"sparrow_audit_log": "a"}') == {"sparrow_audit_log": "a"}
+    assert engine_arguments('{"sparrow_audit_rate": 1}') == {"sparrow_audit_rate": 1}

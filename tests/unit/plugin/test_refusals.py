@@ -199,15 +199,11 @@ def test_an_adapter_is_refused_before_the_model_is_loaded(make_args, tmp_path):
     ("fields", "named"),
     [
         (
-            {"sparrow_audit_rate": 0.1, "sparrow_audit_log": f"{__file__}/log"},
-            f"sparrow_audit_log='{__file__}/log'",
-        ),
-        (
             {"attention_backend": None, "decode_attention_backend": "sparrow"},
             "prefill attention backend None",
         ),
         ({"prefill_attention_backend": "torch_native"}, "prefill attention backend 'torch_native'"),
-        ({"sparrow_audit_log": "x"}, "sparrow_audit_log='x'"),
+        ({"sparrow_audit_rate": 0.1}, "pass --enable-metrics"),
         ({"sparrow_audit_rate": 0.1, "pp_size": 2}, "pp_size=2"),
         (
             {"sparrow_audit_rate": 0.1, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},

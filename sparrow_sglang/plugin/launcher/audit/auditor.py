@@ -11,15 +11,7 @@ from contextlib import asynccontextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from sparrow_sglang.mismatch.exact_rates import (
-    AUDIT_STEPS,
-    comparing_request,
-    exact_rates,
-    response_logprobs,
-)
-from sparrow_sglang.plugin.launcher.audit.mismatch_log import TOKEN_ROW, MismatchLog
+from sparrow_sglang.mismatch.exact_rates import AUDIT_STEPS, comparing_request, exact_rates
 from sparrow_sglang.plugin.launcher.audit.queue import (
     AuditQueue,
     RecordedRequest,
@@ -54,14 +46,13 @@ class Auditor:
     """Chooses requests, has the scheduler record them, scores them again when there is room. There
     is room when no user's request runs, or when the score stays within BUSY_SHARE of the tokens
     that users' requests took. `rate` is the share of auditable requests to audit; at 0 only the
-    load is published. All but writing the log runs on the event loop of the TokenizerManager."""
+    load is published. All of it runs on the event loop of the TokenizerManager."""
 
     def __init__(
         self,
         manager: "TokenizerManager",
         rate: float,
         schedule: BudgetSchedule,
-        log: MismatchLog | None,
         released: Set[str],
     ) -> None:
         """`released`: tags of the memory that is currently released; the server's own set."""
@@ -69,7 +60,6 @@ class Auditor:
         self._released = released
         self._manager = manager
         self.rate = rate
-        self._log = log
         self._draw = random.Random()
         self._namespace = f"sparrow-audit-{uuid.uuid4().hex}"
         self._prompt_tokens: dict[str, int] = {}
@@ -174,10 +164,6 @@ class Auditor:
             await self._work()
         except Exception as error:
             self.switch_off(error)
-        finally:
-            # Ctrl-C ends the event loop.
-            if self._log is not None:
-                await self._flush(self._log)
 
     async def _work(self) -> None:
         while True:
@@ -187,9 +173,6 @@ class Auditor:
                 (prompt_tokens + len(states[rid].output_ids), request_state(states[rid].obj).option)
                 for rid, prompt_tokens in self._prompt_tokens.items()
             )
-            # After SIGTERM, SGLang kills this process once no request is left.
-            if self._log is not None and (self._log.is_due() or self._manager.gracefully_exit):
-                await self._flush(self._log)
             audits = self.rate or self._has_scored
             # Rarely, as tails take CPU time of the process that serves users.
             if audits and time.monotonic() - self._published > _PUBLISH_S:
@@ -235,7 +218,7 @@ class Auditor:
             self._queue.finish(rid, complete=False)
 
     async def _score_request(self, recorded: RecordedRequest) -> str:
-        """Score one request densely, and add it to report and log; returns its outcome."""
+        """Score one request densely, and add it to the report; returns its outcome."""
         # A generation may fill the context, but the scheduler takes only prompts that are a few
         # tokens shorter.
         room = self._manager.max_req_input_len - 1 - len(recorded.prompt)
@@ -262,34 +245,19 @@ class Auditor:
         aborted = answers[-1]["meta_info"]["finish_reason"]["type"] == "abort"
         if aborted or request.lora_id != recorded.lora_id:
             return "dropped"
-        rows = np.empty(len(response), TOKEN_ROW)
-        rows["request_id"] = recorded.request_id
-        rows["position"] = len(recorded.prompt) + np.arange(len(response))
-        rows["token_id"] = response
-        rows["kv_budget_tokens"] = list(map(schedule.budget_at, rows["position"].tolist()))
-        rows["dense_logprob"] = response_logprobs(answers[-1], response)
-        rows["acceptance_rate"] = [np.nan, *exact_rates(answers[-1])]
+        rates = exact_rates(answers[-1])
         if schedule != self.report.schedule:
             return "dropped"
         # Samples of one prompt are alike.
-        self.report.add(blake2b(recorded.prompt).hexdigest(), rows)
-        if self._log is not None:
-            self._log.append(rows)
+        self.report.add(blake2b(recorded.prompt).hexdigest(), len(recorded.prompt), rates)
         return "audited"
 
-    async def _flush(self, log: MismatchLog) -> None:
-        try:
-            await asyncio.to_thread(log.flush)
-        except Exception as error:
-            self.switch_off(f"mismatch log: {error}")
-
-    def switch_off(self, problem: str | Exception) -> None:
-        """End the audit; after an exception its worker, too, which would raise it again."""
-        self.rate, self._log = 0.0, None
-        self._is_broken = isinstance(problem, Exception)
+    def switch_off(self, error: Exception) -> None:
+        """End the audit; its worker, too, would meet the error again."""
+        self.rate, self._is_broken = 0.0, True
         self._queue.clear()
         logger.error(
-            "%s: the audit is off from now on, the server goes on; restart it to audit again",
-            problem if isinstance(problem, str) else repr(problem),
-            exc_info=problem if isinstance(problem, Exception) else None,
+            "%r: the audit is off from now on, the server goes on; restart it to audit again",
+            error,
+            exc_info=error,
         )

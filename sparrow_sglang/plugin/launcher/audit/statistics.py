@@ -53,12 +53,12 @@ class AuditReport:
             budget = schedule.budget_at(max(1, index * schedule.bin_tokens))
             self._set("sparrow:kv_budget_tokens", budget, bin=index)
 
-    def add(self, prompt: str, rows: NDArray[Any]) -> None:
-        """Count the sparsely decoded tokens among rows [T] of `mismatch_log.TOKEN_ROW`, those of
-        one response to the prompt that `prompt` identifies."""
-        decoded = ~np.isnan(rows["acceptance_rate"])
-        bins = token_bins(self.schedule, int(rows["position"][0]), len(rows))[decoded]
-        self._tails.add(prompt, bins, rows["acceptance_rate"][decoded])
+    def add(self, prompt: str, prompt_tokens: int, rates: NDArray[np.float64]) -> None:
+        """Count the sparsely decoded tokens of one response to the prompt that `prompt` identifies;
+        `rates` [T - 1] are those of `exact_rates`."""
+        decoded = ~np.isnan(rates)
+        bins = token_bins(self.schedule, prompt_tokens, len(rates) + 1)[1:][decoded]
+        self._tails.add(prompt, bins, rates[decoded])
         self._changed |= set(bins.tolist()) - {NOT_COUNTED}
 
     def publish(self) -> None:
