@@ -2,11 +2,8 @@
 
 import logging
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
@@ -52,45 +49,25 @@ class EngineActor:
     ) -> None:
         use_network_of_ray()
         self._engine = start(model_path, schedule, **server_args)
-        self._inboxes: defaultdict[int, SimpleQueue[Prompts]] = defaultdict(SimpleQueue)
         self._stopped = 0
 
     @ray.method(concurrency_group=CONTROL)
     def ready(self) -> torch.dtype:
         return self._engine.dtype
 
-    def stream(self, n: int, sampling: Sampling, rollout: int) -> Iterator[tuple[int, Group]]:
-        """Groups of `n` samples of the prompts that `add` gives to rollout number `rollout`, until
-        `stop` ends it."""
-        positions: list[int] = []
-        inbox = self._inboxes[rollout]
-
-        def more_prompts(idle: bool) -> list[Prompt] | None:
-            received: list[Prompts] = []
-            while idle and not received:
-                self._engine.require_alive()
-                with suppress(Empty):
-                    received.append(inbox.get(timeout=POLL_S))
-            while not inbox.empty():
-                received.append(inbox.get())
-            added = [numbered for prompts in received for numbered in prompts]
-            positions.extend(position for position, _ in added)
-            return None if self._stopped >= rollout else [prompt for _, prompt in added]
-
-        for index, group in self._engine.stream([], n, sampling, ignore, more_prompts):
-            yield positions[index], group
-        del self._inboxes[rollout]
-
-    @ray.method(concurrency_group=CONTROL)
-    def add(self, rollout: int, prompts: Prompts) -> None:
-        self._inboxes[rollout].put(prompts)
+    def stream(
+        self, prompts: Prompts, n: int, sampling: Sampling, rollout: int
+    ) -> Iterator[tuple[int, Group]]:
+        """Groups of `n` samples of each prompt, unless `stop` ends this rollout before."""
+        own = [prompt for _, prompt in prompts]
+        groups = self._engine.stream(own, n, sampling, ignore, lambda: self._stopped >= rollout)
+        for index, group in groups:
+            yield prompts[index][0], group
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self, rollout: int) -> None:
         """End the stream of that rollout; its unfinished responses are aborted."""
         self._stopped = rollout
-        # Wakes a stream that waits for prompts.
-        self._inboxes[rollout].put(())
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._engine, method)(*arguments)
@@ -141,7 +118,6 @@ class RayEngines(RolloutEngine):
         saver = {} if shared_gpus else {"enable_memory_saver": False}
         self._arguments = {"tp_size": self._gpus, **saver, **defaults, **engine.server_args}
         self._schedule, self._model_path = engine.schedule, model_path
-        self._capacity = self._arguments.get("max_running_requests") or float("inf")
         self.dtype = torch.float32
         self._rollouts = 0
         self._engines: dict[int, _Engine] = {}
@@ -160,17 +136,17 @@ class RayEngines(RolloutEngine):
         sampling: Sampling,
         on_finished: OnFinished = ignore,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; a prompt goes to the engine that owes the fewest groups. Raises
-        `EngineDied`, and `ray.exceptions.RayTaskError` if an engine failed without dying."""
+        """See `RolloutEngine`; engines take prompts in turn. Raises `EngineDied`, and
+        `ray.exceptions.RayTaskError` if an engine failed without dying."""
         self._rollouts += 1
-        for engine in self._engines.values():
+        numbered = list(enumerate(prompts))
+        for turn, engine in enumerate(self._engines.values()):
+            share = numbered[turn :: len(self._engines)]
             method = engine.actor.stream.options(num_returns="streaming")
-            engine.stream, engine.owed = method.remote(n, sampling, self._rollouts), set()
-        waiting = deque(enumerate(prompts))
+            engine.stream = method.remote(share, n, sampling, self._rollouts)
+            engine.owed = {position for position, _ in share}
         try:
-            while waiting or any(engine.owed for engine in self._engines.values()):
-                self._assign(waiting, n)
-                streams = {engine.stream: slot for slot, engine in self._engines.items()}
+            while streams := {one.stream: slot for slot, one in self._engines.items() if one.owed}:
                 ready, _ = ray.wait(list(streams), timeout=POLL_S, fetch_local=False)
                 if not ready:
                     continue
@@ -186,18 +162,6 @@ class RayEngines(RolloutEngine):
         finally:
             for each in self._engines.values():
                 each.actor.stop.remote(self._rollouts)
-
-    def _assign(self, waiting: deque[tuple[int, Prompt]], n: int) -> None:
-        # Together, as an engine that has started polls for more prompts only now and then.
-        assigned: defaultdict[int, list[tuple[int, Prompt]]] = defaultdict(list)
-        while waiting:
-            slot, engine = min(self._engines.items(), key=lambda item: len(item[1].owed))
-            if engine.owed and (len(engine.owed) + 1) * n > self._capacity:
-                break
-            engine.owed.add(waiting[0][0])
-            assigned[slot].append(waiting.popleft())
-        for slot, prompts in assigned.items():
-            self._engines[slot].actor.add.remote(self._rollouts, prompts)
 
     def load(self, send: Send, version: str) -> str | None:
         """`send` sends weights to all engines, of `version`. Raises `EngineDied`."""

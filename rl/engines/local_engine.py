@@ -3,7 +3,7 @@
 import asyncio
 import atexit
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,7 @@ from sparrow_sglang.plugin.launcher.adapters import load_adapter
 from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.rl.engines.responses import (
-    POLL_S,
-    EngineProcesses,
-    MorePrompts,
-    Responses,
-)
+from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
 from sparrow_sglang.rl.rollout import EngineDied, OnFinished, RolloutEngine, Sampling, ignore
 from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.schedules.schedule import DENSE
@@ -99,8 +94,9 @@ class LocalEngine(RolloutEngine):
         n: int,
         sampling: Sampling,
         on_finished: OnFinished = ignore,
-        more_prompts: MorePrompts = lambda idle: (),
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Group]]:
+        """See `RolloutEngine`; once `is_stopped`, unfinished responses are aborted."""
         if self._version is None:
             raise RuntimeError(
                 "the engine's weights were released or loaded in part: call update_weights first"
@@ -115,8 +111,7 @@ class LocalEngine(RolloutEngine):
             DENSE if sampling.dense else self._schedule,
             switchable=self._schedule != DENSE,
         )
-        responses.start(prompts)
-        yield from responses.stream(on_finished, more_prompts)
+        yield from responses.stream(prompts, on_finished, is_stopped)
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """Load weights under their checkpoint names; later rollouts carry `version`. Raises

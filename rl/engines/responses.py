@@ -41,11 +41,6 @@ class EngineProcesses:
         psutil.wait_procs(family, timeout=10)
 
 
-MorePrompts = Callable[[bool], Sequence[Prompt] | None]
-"""Further prompts of a rollout, which take the next positions. The argument is whether all groups
-are complete; without prompts then, the rollout ends. None ends it at once."""
-
-
 @dataclass(eq=False)
 class Responses:
     """Groups of `samples` responses each. `manager` is SGLang's TokenizerManager. `switchable`: the
@@ -59,30 +54,22 @@ class Responses:
     weight_version: str
     schedule: str
     switchable: bool
-    _prompts: list[Prompt] = field(default_factory=list)
-    _rollouts: list[list[Rollout]] = field(default_factory=list)
     _running: set[asyncio.Task[tuple[int, Rollout]]] = field(default_factory=set)
 
-    def start(self, prompts: Sequence[Prompt]) -> None:
-        for position, prompt in enumerate(prompts, len(self._prompts)):
-            self._prompts.append(prompt)
-            self._rollouts.append([])
-            self._running.update(
-                self.loop.create_task(self._sampled(position, prompt, sample))
-                for sample in range(self.samples)
-            )
-
     def stream(
-        self, on_finished: OnFinished, more_prompts: MorePrompts
+        self, prompts: Sequence[Prompt], on_finished: OnFinished, is_stopped: Callable[[], bool]
     ) -> Iterator[tuple[int, Group]]:
-        """As `RolloutEngine.stream`. Raises `RolloutError`, and `EngineDied` if a process ended
-        or no response is finished within `sampling.timeout_s`."""
+        """As `RolloutEngine.stream`, until `is_stopped`. Raises `RolloutError`, and `EngineDied` if
+        a process ended or no response is finished within `sampling.timeout_s`."""
+        groups: list[list[Rollout]] = [[] for _ in prompts]
+        self._running = {
+            self.loop.create_task(self._sampled(position, prompt, sample))
+            for position, prompt in enumerate(prompts)
+            for sample in range(self.samples)
+        }
         silent_s = 0.0
         try:
-            while (more := more_prompts(not self._running)) is not None:
-                self.start(more)
-                if not self._running:
-                    break
+            while self._running and not is_stopped():
                 began = time.monotonic()
                 done, self._running = self.loop.run_until_complete(
                     asyncio.wait(self._running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -94,12 +81,12 @@ class Responses:
                     raise EngineDied(f"no response within rollout.timeout_s={limit:.0f}")
                 for task in done:
                     position, rollout = task.result()
-                    group = self._rollouts[position]
+                    group = groups[position]
                     group.append(rollout)
                     on_finished(1)
                     if len(group) == self.samples:
                         group.sort(key=lambda rollout: rollout.sample)
-                        yield position, Group(self._prompts[position], tuple(group))
+                        yield position, Group(prompts[position], tuple(group))
         finally:
             if self._running:
                 self._abandon()

@@ -1,7 +1,6 @@
 """A stand-in for rollout engines that samples with transformers."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,19 +31,17 @@ class Sampler(RolloutEngine):
         n: int,
         sampling: Sampling,
         on_finished: OnFinished = ignore,
-        more_prompts: Callable[[bool], Sequence[Prompt] | None] = lambda idle: (),
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Group]]:
         self.entropies.clear()
-        waiting, position = deque(prompts), 0
-        while waiting or (more := more_prompts(True)):
-            waiting.extend(() if waiting else more or ())
-            prompt = waiting.popleft()
+        for position, prompt in enumerate(prompts):
+            if is_stopped():
+                return
             yield (
                 position,
                 Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))),
             )
             on_finished(n)
-            position += 1
 
     @torch.no_grad()
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:

@@ -88,34 +88,11 @@ def test_log_probs_are_those_of_the_tempered_distribution(engine, model, tempera
         np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32)
 
 
-def test_prompts_may_be_added_to_a_rollout(engine, model) -> None:
-    """Prompts are added while groups are in flight, and when the last group is complete."""
-    for last in (False, True):
-        more, complete = [PROMPTS[1], PROMPTS[0]], []
-
-        def more_prompts(idle, last=last, more=more, complete=complete) -> list:
-            return [more.pop()] if more and (not last or len(complete) == 4 - len(more)) else []
-
-        stream = engine.stream(PROMPTS[:2], 2, SAMPLING, more_prompts=more_prompts)
-        for position, group in stream:
-            complete.append((position, group))
-        groups = dict(complete)
-        assert sorted(position for position, _ in complete) == [0, 1, 2, 3]
-        expected = [PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[1]]
-        assert [groups[position].prompt for position in range(4)] == expected
-        assert error(model, list(groups.values())) < FP32
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_update_may_follow_an_abandoned_rollout(engine, model, stopped) -> None:
-    asked = []
-
-    def more_prompts(idle) -> list | None:
-        asked.append(idle)
-        return None if stopped and len(asked) > 1 else []
-
+    looks = iter([False, stopped])
     long = Sampling(max_new_tokens=200)
-    groups = engine.stream(PROMPTS * 4, 2, long, more_prompts=more_prompts)
+    groups = engine.stream(PROMPTS * 4, 2, long, is_stopped=lambda: next(looks, False))
     assert stopped == (next(groups, None) is None)
     groups.close()
     engine.update_weights(model.state_dict().items(), "9")
