@@ -202,7 +202,8 @@ def _audit_problems(server_args: "ServerArgs") -> list[str]:
     audited = server_args.sparrow_audit_rate
     if audited and not server_args.enable_metrics:
         problems.append(
-            f"sparrow_audit_rate={audited}: nothing would show what is found; pass --enable-metrics"
+            "enable_metrics=False with --sparrow-audit-rate: nothing would show what it measures;"
+            " pass --enable-metrics"
         )
     if audited and server_args.pp_size > 1:
         problems.append(
