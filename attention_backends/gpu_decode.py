@@ -137,14 +137,11 @@ class TritonPagedDecode:
         self._new_tokens = 0, 0
 
     def reserve(self, max_batch: int) -> None:
-        """Allocate buffers, unless there are large enough ones. Raises `ValueError` if a graph,
-        which holds their addresses, was captured with smaller ones."""
+        """Allocate buffers, unless there are large enough ones."""
         if self._buffers is not None and self._buffers.rows >= max_batch:
             return
-        if self._captured:
-            raise ValueError(
-                f"{max_batch} requests: a CUDA graph was captured with smaller buffers"
-            )
+        # A graph holds the addresses.
+        assert not self._captured, f"{max_batch} requests: a graph has smaller buffers"
         # Free the old buffers first, so that both sets are never allocated at the same time.
         self._buffers = None
         self._buffers = DecodeBuffers(self._shape, max_batch, self._req_to_token.device)
@@ -210,11 +207,8 @@ class TritonPagedDecode:
 
     def _reserve_step(self, batch: int, captured: bool) -> None:
         buffers = self._reserved(batch)
-        if captured and batch > buffers.rows:
-            raise ValueError(
-                f"a CUDA graph of {batch} requests does not fit the decode buffers: SGLang"
-                f" announced at most {buffers.rows}"
-            )
+        fits = batch <= buffers.rows or not captured
+        assert fits, f"a graph of {batch} requests, SGLang announced {buffers.rows} at most"
         self._captured |= captured
         # The addresses must not change: a captured graph reads them at every replay.
         self._pages = buffers.page_table[:batch]

@@ -62,12 +62,11 @@ def train(config: TrainConfig, resume: bool = False) -> Path | None:
             try:
                 _train(config, setup, resume)
                 return newest_checkpoint(config.run_dir)
-            except EngineNotStarted:
-                raise
             except (EngineDied, TrainersLost) as error:
                 before, newest = newest, newest_checkpoint(config.run_dir)
                 failures = failures + 1 if newest == before else 1
-                if config.cluster is None or failures > config.cluster.max_restarts:
+                restarts = 0 if config.cluster is None else config.cluster.max_restarts
+                if isinstance(error, EngineNotStarted) or failures > restarts:
                     raise
                 logger.warning("%s; the run starts again", error)
                 resume = True

@@ -11,10 +11,6 @@ from sparrow_sglang.errors import InputError
 _MAX_QUOTE = 200
 
 
-class JsonError(InputError):
-    """A file or a value is not JSON, or not what is expected; the message says what is allowed."""
-
-
 def quoted(value: object, limit: int = _MAX_QUOTE) -> str:
     """`value` as an error message shows it: its repr, at most `limit` characters of it."""
     try:
@@ -42,7 +38,7 @@ def relative_note(path: str | os.PathLike[str]) -> str:
 
 
 def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
-    """The JSON object in a file; raises `JsonError`, which says what is `expected`."""
+    """The JSON object in a file; raises `InputError`, which says what is `expected`."""
     try:
         value = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
@@ -53,4 +49,4 @@ def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
         problem = f": holds a {type(value).__name__}"
-    raise JsonError(f"{cut(str(path))}{problem}; expected {expected}")
+    raise InputError(f"{cut(str(path))}{problem}; expected {expected}")

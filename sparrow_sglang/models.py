@@ -12,7 +12,7 @@ from typing import Any
 
 from sparrow_sglang.atomic_write import delete_drafts, replacing
 from sparrow_sglang.errors import InputError, SparrowError
-from sparrow_sglang.json_values import JsonError, cut, quoted, read_object, relative_note
+from sparrow_sglang.json_values import cut, quoted, read_object, relative_note
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def path_problem(model: str) -> str | None:
 def _config_problem(config: Path) -> str | None:
     try:
         names = read_object(config, "a model's config").get("architectures")
-    except JsonError as error:
+    except InputError as error:
         return str(error)
     if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
         return None

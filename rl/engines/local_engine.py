@@ -97,10 +97,7 @@ class LocalEngine(RolloutEngine):
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine`; once `is_stopped`, unfinished responses are aborted."""
-        if self._version is None:
-            raise RuntimeError(
-                "the engine's weights were released or loaded in part: call update_weights first"
-            )
+        assert self._version is not None, "weights released or loaded in part: update_weights first"
         responses = Responses(
             self._manager,
             self.engine.loop,

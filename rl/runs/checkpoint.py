@@ -31,8 +31,6 @@ from sparrow_sglang.run_folder import METRICS_FILE
 _BEST = "best.json"
 _RANDOM = "random.pt"
 _STATE = "state.json"
-_FORMAT = 1
-"""Raised where an earlier version could not read a checkpoint any more."""
 # Sections and single keys that may differ between a checkpoint and the run that resumes it: neither
 # the content of the checkpoint nor the order of the data, whose prompts are compared, depends on
 # them.
@@ -157,8 +155,7 @@ class Checkpoints:
             tokenizer.save_pretrained(draft / "model")
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             torch.save(random_states, draft / _RANDOM)
-            fields = vars(state) | {"format": _FORMAT, "config": config.model_dump(mode="json")}
-            write_json(draft / _STATE, fields)
+            write_json(draft / _STATE, vars(state) | {"config": config.model_dump(mode="json")})
             _follow_umask(draft)
         self._delete_old()
         return target
@@ -267,11 +264,7 @@ def _readable(path: Path) -> Iterator[None]:
 def _check_resumable(folder: Path, config: TrainConfig, prompts: str) -> None:
     with _readable(folder):
         state = json.loads((folder / _STATE).read_text("utf-8"))
-        version, saved, trained_on = state.get("format", 0), state["config"], state["prompts"]
-    if version > _FORMAT:
-        raise InputError(
-            f"{folder} was made by a later version of sparrow-sglang: upgrade to go on from it"
-        )
+        saved, trained_on = state["config"], state["prompts"]
     whole, chosen = config.model_dump(mode="json"), config.model_dump(exclude_defaults=True)
     for key, before, now in _differences(saved, whole, chosen):
         # The tasks of a mix read files as well.

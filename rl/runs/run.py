@@ -219,11 +219,9 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
         try:
             yield run
             run.save()
-        except TrainersLost:
-            # There is nothing left to save.
-            raise
         except BaseException as error:
-            run.save_after(error)
+            if not isinstance(error, TrainersLost):
+                run.save_after(error)
             raise
 
 

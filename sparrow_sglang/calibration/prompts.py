@@ -80,14 +80,19 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
+        content = _content(line)
+        is_tokens = all(type(token) is int for token in content)
         try:
-            ids = _prompt_ids(line, where, tokenize)
-        except CalibrationError:
-            raise
+            ids = list(content) if is_tokens else tokenize(content)
         except Exception as error:  # templates raise anything on messages that they do not expect
             raise CalibrationError(
                 f"{where}: cannot be tokenized ({type(error).__name__}: {cut(str(error))})"
             ) from None
+        if not ids:
+            raise CalibrationError(
+                f'{where}: {line.strip()[:60]!r}: expected {{"prompt": text}}, {{"messages":'
+                ' [...]} or {"input_ids": [numbers]}, of one token or more, without a response'
+            )
         longest = context - NEEDED_ROOM - UNSCORED
         if len(ids) > longest:
             raise CalibrationError(
@@ -103,28 +108,21 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     return prompts
 
 
-def _prompt_ids(line: str, where: str, tokenize: Tokenize) -> list[int]:
+def _content(line: str) -> str | list[Any]:
+    """Text, messages or token ids; empty for a line of another form."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        row = None
-    fields = row if isinstance(row, dict) else {}
+        return ""
+    fields = row if isinstance(row, dict) and "response" not in row else {}
     text, messages, ids = (fields.get(key) for key in ("prompt", "messages", "input_ids"))
-    tokens: list[int] = []
     if isinstance(text, str) and text:
-        tokens = tokenize(text)
-    elif isinstance(messages, list) and all(isinstance(entry, dict) for entry in messages):
-        tokens = tokenize(messages) if messages else []
-    elif isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
-        tokens = ids
-    if not tokens:
-        raise CalibrationError(
-            f'{where}: {line.strip()[:60]!r}: expected {{"prompt": text}}, {{"messages": [...]}} or'
-            ' {"input_ids": [numbers]}, with at least one token'
-        )
-    if "response" in fields:
-        raise CalibrationError(f"{where}: expected a prompt without response, which is sampled")
-    return tokens
+        return text
+    if isinstance(messages, list) and all(isinstance(entry, dict) for entry in messages):
+        return messages
+    if isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
+        return ids
+    return ""
 
 
 def builtin_prompts(

@@ -89,16 +89,14 @@ def push_adapter(
     """
     from safetensors.torch import save
 
+    if isinstance(adapter, Mapping) != (config is not None):
+        raise ValueError(f"config: expected the fields of {CONFIG_FILE} beside tensors only")
     if isinstance(adapter, Mapping):
-        if config is None:
-            raise ValueError(f"config=None: expected the fields of {CONFIG_FILE} beside tensors")
         # Copies, because safetensors refuses tensors that share memory.
         copies = {key: value.detach().contiguous().clone() for key, value in adapter.items()}
         # PEFT's config in memory holds sets.
-        fields, weights = json.loads(json.dumps(dict(config), default=sorted)), save(copies)
+        fields, weights = json.loads(json.dumps(dict(config or {}), default=sorted)), save(copies)
     else:
-        if config is not None:
-            raise ValueError(f"config is given beside a folder, which has its own {CONFIG_FILE}")
         fields, weights = _read(Path(adapter))
     connect(target, api_key).call_sparrow(
         "adapter", name=name, config=fields, tensors=base64.b64encode(weights).decode("ascii")

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sparrow_sglang.errors import InputError, SparrowError
+from sparrow_sglang.errors import SparrowError
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.sglang_compat.versions import request_of
 
 Request = Mapping[str, Any]
@@ -31,14 +32,13 @@ def connect(target: Any, api_key: str | None = None) -> "EngineEndpoint | HttpEn
     server's --api-key or --admin-api-key; an engine needs none. Raises `ValueError` for any
     other target; does not contact the server yet. The endpoint's methods block, and raise
     `EndpointError` if the server refuses the request or is down."""
-    if isinstance(target, str):
-        if not target.startswith(("http://", "https://")):
-            raise ValueError(f"target={target!r}: expected a URL, such as http://127.0.0.1:30000")
+    if isinstance(target, str) and target.startswith(("http://", "https://")):
         return HttpEndpoint(target, api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "loop"):
         return EngineEndpoint(target)
     raise ValueError(
-        f"target is a {type(target).__name__}: expected an sglang.Engine or a server's base URL"
+        f"target={quoted(target)}: expected an sglang.Engine or a URL, such as"
+        " http://127.0.0.1:30000"
     )
 
 
@@ -83,10 +83,7 @@ class EngineEndpoint:
             raise EndpointError(
                 f"the engine has no call {method!r}: it serves without --attention-backend sparrow"
             )
-        try:
-            return self._run(state.calls[method](**fields))
-        except InputError as error:
-            raise EndpointError(f"the engine refused a call: {error}") from error
+        return self._run(state.calls[method](**fields))
 
     async def _generate_one(self, request: Request) -> Answer:
         # `Engine.generate` lacks some fields, extra_key among them.
@@ -114,8 +111,6 @@ class EngineEndpoint:
             if loop.is_running():
                 return asyncio.run_coroutine_threadsafe(work, loop).result()
             return loop.run_until_complete(work)
-        except SparrowError:
-            raise
         except ValueError as error:
             raise EndpointError(f"the engine refused a call: {error}") from error
 

@@ -54,23 +54,19 @@ def comparing_request(slot: int, prompt: Sequence[int], response: Sequence[int])
 
 def response_logprobs(answer: Mapping[str, Any], response: Sequence[int]) -> NDArray[np.float64]:
     """Dense log-probs [T] of a response, from the answer to a request that prefills it and returns
-    log-probs from the prompt's last token on. Raises `ValueError` on another response's answer."""
+    log-probs from the prompt's last token on."""
     # The first entry is the prompt's last token, for which SGLang gives no log-prob.
     entries = answer["meta_info"]["input_token_logprobs"][1:]
     # SGLang reports the vocabulary's last token as id 0 here, with the right log-prob.
     same = [entry[1] in (int(token), 0) for entry, token in zip(entries, response, strict=False)]
-    if len(entries) != len(response) or not all(same):
-        raise ValueError(
-            f"the server scored {len(entries)} tokens: expected the response's {len(response)}"
-        )
+    assert len(entries) == len(response) and all(same), "scores of another response"
     return np.array([entry[0] for entry in entries], dtype=np.float64)
 
 
 def exact_rates(answer: Mapping[str, Any]) -> NDArray[np.float64]:
     """Acceptance rates of all response tokens but the first, [T - 1], from the answer to a
     `comparing_request`. The first token comes from prefill; after a retraction so does a later one,
-    whose rate is NaN. Raises `ValueError` if the server does not record, or has no such slot."""
+    whose rate is NaN."""
     rates = answer["meta_info"].get(RATES)
-    if not rates or rates[0] is None:
-        raise ValueError("the server lacks this slot: expected one started within `recording`")
+    assert rates and rates[0] is not None, "no such slot: expected a server within `recording`"
     return np.array(rates[0], dtype=np.float64)

@@ -54,10 +54,9 @@ class TailStatistics:
         """Count the tokens of one response; `cluster` names its prompt. `bins` [T] are those of
         `token_bins`; `alpha` [T] are acceptance rates. Raises `ValueError` if lengths differ, a bin
         is below -1 or a rate is outside [0, 1]."""
-        rates = _checked_alpha(alpha)
-        bin_of_token = np.asarray(bins, dtype=np.int64)
-        if bin_of_token.shape != rates.shape or (bin_of_token < NOT_COUNTED).any():
-            shapes = bin_of_token.shape, rates.shape
+        rates, bin_of_token = _checked_alpha(alpha), np.asarray(bins, dtype=np.int64)
+        shapes = bin_of_token.shape, rates.shape
+        if rates.ndim != 1 or len({*shapes}) > 1 or (bin_of_token < NOT_COUNTED).any():
             raise ValueError(f"bins, alpha {shapes}: expected [T] and bins >= {NOT_COUNTED}")
         row = zlib.crc32(cluster.encode()) % _GROUPS
         for index in np.unique(bin_of_token[bin_of_token != NOT_COUNTED]).tolist():
@@ -133,10 +132,8 @@ def _error_of_ratio(values: NDArray[Any], tokens: NDArray[np.int64], confidence:
 
 def _checked_alpha(alpha: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(alpha, dtype=np.float64)
-    if values.ndim != 1:
-        raise ValueError(f"alpha has the shape {values.shape}: expected one rate per token [T]")
     # Written so that NaN fails too; a sum of probabilities may round past 1.
-    wrong = np.flatnonzero(~((values >= 0) & (values <= 1 + 1e-5)))
+    wrong = values[~((values >= 0) & (values <= 1 + 1e-5))]
     if wrong.size:
-        raise ValueError(f"alpha[{wrong[0]}]={values[wrong[0]]}: expected rates between 0 and 1")
+        raise ValueError(f"alpha holds {wrong[0]}: expected rates between 0 and 1")
     return np.minimum(values, 1.0)

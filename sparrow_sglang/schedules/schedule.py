@@ -25,7 +25,7 @@ from pydantic import (
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import linear_layers, model_value, num_layers_of, partial_layers
-from sparrow_sglang.json_values import JsonError, cut, quoted, read_object
+from sparrow_sglang.json_values import cut, quoted, read_object
 from sparrow_sglang.schedules.selection import INT4, PUBLISHED, SelectionRule
 from sparrow_sglang.validation import first_problem
 
@@ -279,10 +279,10 @@ class BudgetSchedule(BaseModel):
         """Raises `ScheduleError`, which names the file."""
         try:
             return cls(**read_object(path, "a schedule"))
-        except JsonError as error:
-            raise ScheduleError(str(error)) from None
         except ScheduleError as error:
             raise ScheduleError(f"{cut(str(path))}: {error}") from None
+        except InputError as error:
+            raise ScheduleError(str(error)) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON from which `from_json` reads an equal schedule; replaces `path` atomically."""

@@ -118,7 +118,7 @@ def test_the_step_that_a_retraction_turns_into_a_prefill_has_no_rate(sharp_llama
 
 
 def test_a_slot_that_the_server_does_not_have_is_an_error_of_its_reader(engine) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(AssertionError):
         measured(engine, [random_prompt(i, 70) for i in range(SLOTS + 1)], [4] * 7)
     for place in ([-1, 70], [0, 2**70], [0], "0", [0.5, 70], [None, 70], 3):
         parameters = {"max_new_tokens": 2, "custom_params": {"sparrow_record": place}}

@@ -110,10 +110,10 @@ def test_every_captured_batch_lies_in_buffers_that_stay(backend, planned):
 
 def test_a_captured_batch_that_does_not_fit_is_refused(backend, planned):
     backend.init_cuda_graph_state(16, 16)
-    with pytest.raises(ValueError, match="20 requests"):
+    with pytest.raises(AssertionError, match="20 requests"):
         backend.init_forward_metadata_in_graph(batch_of(20))
     backend.init_forward_metadata_in_graph(batch_of(16))
-    with pytest.raises(ValueError, match="20 requests"):
+    with pytest.raises(AssertionError, match="20 requests"):
         backend.init_cuda_graph_state(20, 20)
 
 
