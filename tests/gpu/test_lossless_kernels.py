@@ -1,13 +1,15 @@
 """The kernels of lossless decoding against the torch definition, with the same random numbers. On a
 CPU they run in Triton's interpreter, see `test_interpreted.py`."""
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from frequencies import REQUESTS, p_value, sampled_from, sampling
+from frequencies import REQUESTS, drafts_of, p_value, sampled_from, sampling
 from kernel_step import DEVICES, INTERPRETED, rounding_of_a_gpu  # noqa: F401
 from scipy import stats
 
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+    random.seed(0)
 
 
 @triton.jit
@@ -28,14 +31,14 @@ def _random_kernel(
     seed: tl.tensor, clocks: tl.tensor, coins: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(clocks + offset, kernels.exponential(tl.load(seed), offset))
-    tl.store(coins + offset, tl.rand(tl.load(seed), offset))
+    tl.store(clocks + offset, kernels.exponential(seed, offset))
+    tl.store(coins + offset, tl.rand(seed, offset))
 
 
-def random_numbers(seed: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_numbers(seed: int, *shape: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Clocks and coins of the offsets from 0 on."""
     count = torch.Size(shape).numel()
-    clocks, coins = torch.empty(2, -(-count // 4096) * 4096, device=seed.device)
+    clocks, coins = torch.empty(2, -(-count // 4096) * 4096, device=device)
     _random_kernel[(len(clocks) // 4096,)](seed, clocks, coins, BLOCK=4096)
     return clocks[:count].view(shape), coins[:count].view(shape)
 
@@ -51,14 +54,14 @@ def drawn_logits(*shape: int, device: str) -> torch.Tensor:
 ONE = Plan(1, 0, 2)
 
 
-def drafts_of(info: Any, plan: Plan, vocabulary: int) -> kernels.KernelDrafts:
-    latest = torch.zeros(len(info.top_ks), dtype=torch.int64, device=info.top_ks.device)
-    return kernels.KernelDrafts(latest, plan, vocabulary, info)
+def kernel_drafts(info: Any, plan: Plan, vocabulary: int) -> Any:
+    return drafts_of(kernels.KernelDrafts, info, plan, vocabulary)
 
 
 def test_clocks_are_exponential(device: str) -> None:
-    seeds = torch.tensor([7, 1 << 61], device=device)
-    clocks, others = (random_numbers(seed, 1 << 16)[0].cpu() for seed in seeds[:, None])
+    clocks, others = (
+        random_numbers(seed, 1 << 16, device=device)[0].cpu() for seed in (1 << 62, (1 << 62) + 1)
+    )
     assert (clocks > 0).all() and clocks.isfinite().all()
     assert abs(float(torch.corrcoef(torch.stack([clocks, others]))[0, 1])) < 0.02
     assert stats.kstest(clocks.numpy(), "expon").pvalue > 1e-4
@@ -73,7 +76,7 @@ def test_candidates(device: str, vocabulary: int, dtype: torch.dtype) -> None:
     # With ties.
     logits = drawn_logits(3, vocabulary, device=device).round(decimals=1).to(dtype)
     info = sampling({}, {"top_k": 1}, {"temperature": 0.8}, device=device)
-    drafts = drafts_of(info, Plan(2, 0, 3), vocabulary)
+    drafts = kernel_drafts(info, Plan(2, 0, 3), vocabulary)
     tokens = drafts.sample(logits)
     best, ids = reference.candidates(logits.cpu())
     assert torch.equal(drafts.ids[:, 0].cpu(), ids.int())
@@ -114,10 +117,10 @@ def test_a_round(
     batch, (k, lookups, rows) = len(requests), plan
     count = k + lookups
     info = sampling(*requests, device=device)
-    drafts = drafts_of(info, Plan(*plan), vocabulary)
+    drafts = kernel_drafts(info, Plan(*plan), vocabulary)
     sparse = drawn_logits(batch, count, vocabulary, device=device)
     width = triton.next_power_of_2(drafts.q.shape[2])
-    clocks = random_numbers(drafts.seeds[:1], max(k, 1), batch, width)[0]
+    clocks = random_numbers(drafts.seed, max(k, 1), batch, width, device=device)[0]
     for number in range(k):
         tokens = drafts.sample(sparse[:, number])
         best, ids = reference.candidates(sparse[:, number])
@@ -137,8 +140,8 @@ def test_a_round(
     drafts.looked_up[:] = torch.where(torch.rand(best.shape, device=device) < 0.5, best, 0)
     outcome = drafts.verify(dense)
 
-    coins = random_numbers(drafts.seeds[1:2], batch, count + 1)[1][:, :count]
-    clocks = random_numbers(drafts.seeds[2:], batch, vocabulary)[0]
+    coins = random_numbers(drafts.seed + 1, batch, count + 1, device=device)[1][:, :count]
+    clocks = random_numbers(drafts.seed + 2, batch, vocabulary, device=device)[0]
     monkeypatch.setattr(torch, "rand_like", lambda _: coins)
     monkeypatch.setattr(reference, "sample", lambda probs: (probs / clocks).argmax(-1))
     expected = reference.accept(
@@ -155,7 +158,7 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: 
     """p = q up to rounding: nothing of p is left, and no token of probability 0 may appear."""
     batch = 20
     logits = torch.tensor([0.0, 0.0, -torch.inf], device=device).expand(batch, 2, -1)
-    drafts = drafts_of(sampling(*[{}] * batch, device=device), ONE, 3)
+    drafts = kernel_drafts(sampling(*[{}] * batch, device=device), ONE, 3)
     drafts.sample(logits[:, 0])
     drafts.tokens[1], drafts.q[:, 0, 2] = 2, 1e-9
     outcome = drafts.verify(logits)
@@ -164,7 +167,7 @@ def test_a_rejection_without_residual_draws_from_the_dense_distribution(device: 
 
 
 def test_a_round_without_drafts_samples_a_token(device: str) -> None:
-    drafts = drafts_of(sampling({}, {}, device=device), DENSE, 3)
+    drafts = kernel_drafts(sampling({}, {}, device=device), DENSE, 3)
     best = torch.tensor([[2, 0, 1], [1, 0, 0]], device=device)
     logits = torch.nn.functional.one_hot(best, 3).log()
     outcome = drafts.verify(logits)
@@ -174,7 +177,7 @@ def test_a_round_without_drafts_samples_a_token(device: str) -> None:
 
 def test_logits_of_nan_give_tokens_of_the_vocabulary(device: str) -> None:
     """A token outside of it would end the server with an illegal access."""
-    drafts = drafts_of(sampling({}, {"top_k": 1}, device=device), ONE, 9)
+    drafts = kernel_drafts(sampling({}, {"top_k": 1}, device=device), ONE, 9)
     logits = torch.full((2, 2, 9), torch.nan, device=device)
     drafts.sample(logits[:, 0])
     outcome = drafts.verify(logits)
@@ -189,17 +192,57 @@ def test_tokens_looked_up_follow_the_dense_distribution(device: str) -> None:
     exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))
     for token in (int(dense.argmax()), int(dense.argmin())):
         for plan in (Plan(0, 1, 2), Plan(1, 1, 3)):
-            drafts = drafts_of(sampling(*[{"temperature": 0.8}] * count, device=device), plan, 6)
+            drafts = kernel_drafts(
+                sampling(*[{"temperature": 0.8}] * count, device=device), plan, 6
+            )
             if plan.drafts:
                 drafts.sample(dense.expand(count, -1))
             drafts.looked_up[:] = token
             outcome = drafts.verify(dense.expand(count, plan.rows, -1))
             # A sparse draft from the dense distribution is always accepted.
             assert (outcome.accepted >= plan.drafts).all()
-            tokens = outcome.output(drafts.tokens.T)[:, plan.drafts]
+            tokens = drafts.end(outcome, None).tokens[:, plan.drafts]
             assert p_value(tokens.tolist(), exact) > 1e-4
             share = float((outcome.accepted > plan.drafts).float().mean())
             assert share == pytest.approx(exact[token], abs=0.12 if INTERPRETED else 0.01)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("plan", [DENSE, Plan(0, 3, 5), Plan(2, 2, 5)])
+def test_the_begin_and_the_end_of_a_round(device: str, plan: Plan, batch: int) -> None:
+    """What it reads, and what it leaves in the histories and for the next one."""
+    info = sampling(*SAMPLED[:batch], device=device)
+    rows, committed = torch.tensor([4, 0, 2])[:batch], torch.tensor([7, 0, 12])[:batch]
+    table, latest = torch.arange(100, dtype=torch.int32).view(5, 20), torch.tensor([5, 8, 9])
+    others = torch.tensor([[3, -1], [0, 3], [1, -1]], dtype=torch.int32)
+    results = []
+    for drafting, looking, where in (
+        (kernels.KernelDrafts, lookup_kernels.KernelHistories, device),
+        (reference.Drafts, lookups.Histories, "cpu"),
+    ):
+        passes: Any = SimpleNamespace(vocab_size=9, context_len=14, token_table=table.to(where))
+        # A column, as in the table of a batch.
+        of_batch = others.to(where)[:batch]
+        sources = lookups.Sources(of_batch[:, 0], of_batch, of_batch[:, 0], 20)
+        histories = looking(4, 20, where)
+        one = rows.to(where), committed.to(where), None, latest[:batch].to(where), info, sources
+        drafts = drafting(reference.Requests(*one), plan, passes)
+        new = drafts.tokens, drafts.positions, drafts.slots
+        begun = [part.clone() for part in new]
+        # Steps read their row as it is.
+        steps = plan.drafts or plan.rows == 1
+        assert all(row.is_contiguous() for part in new for row in part[:steps])
+        # As sampled and looked up.
+        drafts.tokens[1:] = torch.arange(20, 20 + batch * (plan.rows - 1)).view(-1, batch)
+        accepted = torch.tensor([4, 0, 1])[:batch].clamp(max=plan.drafts + plan.lookups)
+        bonus = torch.tensor([30, 31, 32])[:batch]
+        outcome = reference.Outcome(accepted.to(where), bonus.to(where))
+        written = drafts.end(outcome, histories)
+        assert torch.equal(drafts.end(outcome, None).tokens, written.tokens)
+        text = histories.tokens, histories.lengths
+        results.append([part.cpu() for part in (*begun, *drafts.by_request(), *written, *text)])
+    for kernel, torch_result in zip(*results, strict=True):
+        assert kernel.dtype == torch_result.dtype and torch.equal(kernel, torch_result)
 
 
 @pytest.mark.parametrize("further", [0, 2])
@@ -238,11 +281,11 @@ def test_first_tokens_follow_the_dense_distribution(device: str) -> None:
     count = 150 if INTERPRETED else 50_000
     dense = torch.randn(6, device=device)
     sparse = 2 * dense.flip(0)
-    drafts = drafts_of(sampling(*[{"temperature": 0.8}] * count, device=device), ONE, 6)
+    drafts = kernel_drafts(sampling(*[{"temperature": 0.8}] * count, device=device), ONE, 6)
     tokens = drafts.sample(sparse.expand(count, -1))
     outcome = drafts.verify(dense.expand(count, 2, -1))
     exact = dict(enumerate(sampled_from(dense.tolist(), 0.8)))
-    first = outcome.output(drafts.tokens.T)[:, 0]
+    first = drafts.end(outcome, None).tokens[:, 0]
     assert p_value(first.tolist(), exact) > 1e-4
     # The control: drafts do not follow it.
     assert p_value(tokens.tolist(), exact) < 1e-9

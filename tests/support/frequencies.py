@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from scipy import stats
 
+from sparrow_sglang.plugin.lossless.drafts import Requests
+
 ALL = 1 << 30
 
 
@@ -29,6 +31,14 @@ def sampling(*requests: dict[str, float], device: str = "cpu") -> Any:
         need_top_p_sampling=any(p < 1 for p in of["top_p"]),
         need_min_p_sampling=any(p > 0 for p in of["min_p"]),
     )
+
+
+def drafts_of(drafting: Any, info: Any, plan: Any, vocabulary: int) -> Any:
+    """Drafts of requests that begin with token 0."""
+    latest = torch.zeros_like(info.top_ks, dtype=torch.int64)
+    table = latest.int().new_zeros(len(latest), plan.rows)
+    passes = SimpleNamespace(vocab_size=vocabulary, context_len=9, token_table=table)
+    return drafting(Requests(latest, latest, None, latest, info, None), plan, passes)
 
 
 REQUESTS = (

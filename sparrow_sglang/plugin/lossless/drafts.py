@@ -6,18 +6,41 @@ the vocabulary, and a token that was looked up is a draft whose q is one. `kerne
 same. Nothing waits for the device. B is the number of requests, k that of sparse drafts, n that of
 all drafts, V the vocabulary, G the groups of candidates."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sparrow_sglang.planning.rounds import Plan
+from sparrow_sglang.plugin.lossless.lookups import Histories, Sources
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+    from sparrow_sglang.plugin.lossless.passes import Passes
+
 MAX_GROUPS = 4096
 """Token i is in group i mod G, with G at most this, and q is restricted to the likeliest token of
 each group. Ids in sequence, such as those of digits, are in different groups."""
+
+
+class Requests(NamedTuple):
+    """The requests of a round.
+
+    Attributes:
+        rows: [B], of the token table.
+        committed: [B], tokens whose KV is written, all that precede the latest.
+        committed_cpu: the same on the host, unless the dense side needs none there.
+        latest: [B] int64, the latest token of each, whose KV is not written yet.
+        sampling: their `SamplingBatchInfo`.
+        sources: where they look tokens up; None where none is.
+    """
+
+    rows: torch.Tensor
+    committed: torch.Tensor
+    committed_cpu: torch.Tensor | None
+    latest: torch.Tensor
+    sampling: Any
+    sources: Sources | None
 
 
 class Outcome(NamedTuple):
@@ -26,9 +49,19 @@ class Outcome(NamedTuple):
     accepted: torch.Tensor
     bonus: torch.Tensor
 
-    def output(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Accepted drafts, the bonus token and tokens to ignore, [B, rows] as `tokens` verified."""
-        return tokens.roll(-1, 1).scatter_(1, self.accepted[:, None], self.bonus[:, None])
+
+class Written(NamedTuple):
+    """What a round has written.
+
+    Attributes:
+        tokens: [B, rows] int64, accepted drafts, the token after them and tokens to ignore.
+        counts: [B] int32, tokens not to ignore.
+        lengths: [B], tokens of the requests whose KV is written.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    lengths: torch.Tensor
 
 
 def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
@@ -97,19 +130,34 @@ class Drafts:
 
     Attributes:
         tokens: [rows, B] int64: the latest token, the drafts, then tokens to ignore.
+        positions, slots: of them in the text and in the KV pool, [rows, B] int64.
         ids: [B, k, G] int32, the candidates of each sparse draft.
         q: [B, k, G] fp32, their probabilities; all other tokens have none.
         count: sparse drafts until now.
     """
 
-    def __init__(
-        self, latest: torch.Tensor, plan: Plan, vocabulary: int, info: "SamplingBatchInfo"
-    ) -> None:
-        shape, device = (len(latest), plan.drafts, min(MAX_GROUPS, vocabulary)), latest.device
-        self.count, self.plan, self.info = 0, plan, info
-        self.tokens = latest.repeat(plan.rows, 1)
+    def __init__(self, requests: Requests, plan: Plan, passes: "Passes") -> None:
+        device = requests.rows.device
+        shape = len(requests.rows), plan.drafts, min(MAX_GROUPS, passes.vocab_size)
+        self.count, self.plan, self.requests, self.info = 0, plan, requests, requests.sampling
         self.ids = torch.empty(shape, dtype=torch.int32, device=device)
         self.q = torch.empty(shape, device=device)
+        self._rows = self._begin(passes)
+        self.tokens, self.positions, self.slots = self._rows
+
+    def _begin(self, passes: "Passes") -> torch.Tensor:
+        """Tokens, which are all the latest, positions and slots, [3, rows, B]."""
+        rows, committed, _, latest, *_ = self.requests
+        offsets = torch.arange(self.plan.rows, device=rows.device)[:, None]
+        positions = committed.long() + offsets
+        slots = passes.token_table[rows.long(), positions].long()
+        # Past the context no token is returned, and some models have no rotary angles.
+        positions = positions.clamp(max=passes.context_len - 1)
+        return torch.stack([latest.expand_as(slots), positions, slots])
+
+    def by_request(self) -> tuple[torch.Tensor, ...]:
+        """Tokens, positions and slots as they are verified, [B * rows]."""
+        return self._rows.mT.reshape(3, -1).unbind()
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Sample the next draft of each request from the logits [B, V] of a sparse step. Returns
@@ -133,6 +181,15 @@ class Drafts:
         count = self.plan.drafts + self.plan.lookups
         p = distribution(logits[:, : count + 1], self.info)
         return accept(self.tokens[1 : count + 1].T, self.ids.long(), self.q, p)
+
+    def end(self, outcome: Outcome, histories: Histories | None) -> Written:
+        """What the round has written, which `histories` know from now on."""
+        accepted, bonus = outcome
+        committed, sources = self.requests.committed, self.requests.sources
+        tokens = self.tokens.T.roll(-1, 1).scatter_(1, accepted[:, None], bonus[:, None])
+        if histories is not None and sources is not None:
+            histories.record(sources.histories, committed, tokens, accepted)
+        return Written(tokens, (accepted + 1).int(), committed + accepted + 1)
 
 
 def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:

@@ -1,24 +1,35 @@
-"""Kernels of a round's sampling, which `drafts.py` defines.
+"""Kernels of a round's sampling, which `drafts.py` defines. Launches are few, as at small batches
+they take more time than the kernels. What varies from round to round is no constant of a kernel, as
+it would be compiled again while requests run.
 
 Probabilities are computed where they are needed, from logits and the maximum and sum of their row.
 Numbers between kernels are fp32, which holds tokens exactly:
 - of a chunk of a row of logits: maximum, sum of exponentials, first token with the maximum;
-- of a row: maximum, sum, best token of a greedy request or -1, whether the draft after it is
-  accepted. The sum is infinite in a greedy request, whose temperature is -1;
 - of a chunk of the row to draw from: the largest ratio of residual and clock, and its token.
 """
 
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from sparrow_sglang.planning.rounds import Plan
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, distribution, truncates
+from sparrow_sglang.plugin.lossless.drafts import (
+    Drafts,
+    Outcome,
+    Requests,
+    Written,
+    distribution,
+    truncates,
+)
+from sparrow_sglang.plugin.lossless.lookups import Histories
+from sparrow_sglang.plugin.lossless.round_kernels import begin_kernel, end_kernel
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sparrow_sglang.plugin.lossless.passes import Passes
 
 _CHUNK = 8192  # tokens of a row that a program reads
 
@@ -63,14 +74,15 @@ def _group_kernel(
     tl.store(ids + request * best_stride + group, first, mask=group < G)
 
 
-# The alignment of a row depends on the batch.
-@triton.jit(do_not_specialize=["number"], do_not_specialize_on_alignment=["tokens"])
+@triton.jit(
+    do_not_specialize=["seed", "number"], do_not_specialize_on_alignment=["best", "ids", "tokens"]
+)
 def _sample_kernel(
     best: tl.tensor,
     ids: tl.tensor,
     tokens: tl.tensor,
     temperatures: tl.tensor,
-    seeds: tl.tensor,
+    seed: tl.tensor,
     number: tl.tensor,
     best_stride: tl.tensor,
     V: tl.constexpr,
@@ -93,7 +105,7 @@ def _sample_kernel(
         weight = tl.exp((logits - top) / temperature)
         q = weight / tl.sum(weight, axis=0)
         offset = (number * tl.num_programs(0) + request) * WIDTH + slot
-        arrival = q / exponential(tl.load(seeds), offset)
+        arrival = q / exponential(seed, offset)
         token = _first_where(arrival == tl.max(arrival, axis=0), candidate, V)
     tl.store(best + at, q, mask=mask)
     tl.store(tokens + request, token.to(tl.int64))
@@ -125,130 +137,141 @@ def _chunk_kernel(
     tl.store(out + 2, _first_where(mask & (values == peak), token, V).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["sampled", "chunks"])
-def _judge_kernel(
+@triton.jit
+def _of_row(values: tl.tensor, row: tl.tensor, rows: tl.tensor) -> tl.tensor:
+    """The one of `values` that is at `row`."""
+    return tl.sum(tl.where(rows == row, values, 0), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["seed", "tokens_request", "tokens_row", "sampled", "chunks", "count"],
+    do_not_specialize_on_alignment=["bonus"],
+)
+def _accept_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
     request_stride: tl.tensor,
     row_stride: tl.tensor,
-    seeds: tl.tensor,
-    ids: tl.tensor,
-    q: tl.tensor,
-    drafts_stride: tl.tensor,
-    tokens: tl.tensor,
-    sampled: tl.tensor,
     of_chunks: tl.tensor,
-    of_rows: tl.tensor,
-    chunks: tl.tensor,
-    V: tl.constexpr,
-    G: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
-    """Program (row, request) reduces the chunks of a row, and judges the draft after it. The first
-    drafts are `sampled`, the others looked up."""
-    row, request = tl.program_id(0), tl.program_id(1)
-    index = request * tl.num_programs(0) + row
-    chunk = tl.arange(0, CHUNKS)
-    real = chunk < chunks
-    source = of_chunks + (index * chunks + chunk) * 3
-    peak = tl.load(source, mask=real, other=float("-inf"))
-    top = tl.max(peak, axis=0)
-    temperature = tl.load(temperatures + request)
-    total = tl.load(source + 1, mask=real, other=0.0) * tl.exp((peak - top) / temperature)
-    total = tl.where(temperature < 0, float("inf"), tl.sum(total, axis=0))
-    first = tl.load(source + 2, mask=real, other=V).to(tl.int32)
-    best = _first_where(real & (peak == top), first, V)
-    best = tl.where(temperature < 0, best, -1)
-    of_row = of_rows + index * 4
-    tl.store(of_row, top)
-    tl.store(of_row + 1, total)
-    tl.store(of_row + 2, best.to(tl.float32))
-    if row + 1 < tl.num_programs(0):
-        draft = tl.load(tokens + (row + 1) * tl.num_programs(1) + request)
-        at_row = request.to(tl.int64) * request_stride + row.to(tl.int64) * row_stride
-        value = tl.load(logits + at_row + draft).to(tl.float32)
-        p_of_draft = tl.exp((value - top) / tl.abs(temperature)) / total
-        p_of_draft += (draft == best).to(tl.float32)
-        q_of_draft = 1.0
-        if row < sampled:
-            slot = tl.arange(0, WIDTH)
-            mask = slot < G
-            at_slot = request.to(tl.int64) * drafts_stride + row * G + slot
-            candidate = tl.load(ids + at_slot, mask=mask, other=-1)
-            q_of_slot = tl.load(q + at_slot, mask=candidate == draft, other=0.0)
-            q_of_draft = tl.sum(q_of_slot, axis=0)
-        coin = tl.rand(tl.load(seeds + 1), index)
-        tl.store(of_row + 3, (coin * q_of_draft < p_of_draft).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["sampled", "count"])
-def _residual_kernel(
-    logits: tl.tensor,
-    temperatures: tl.tensor,
-    request_stride: tl.tensor,
-    row_stride: tl.tensor,
-    seeds: tl.tensor,
+    seed: tl.tensor,
     ids: tl.tensor,
     q: tl.tensor,
-    drafts_stride: tl.tensor,
     tokens: tl.tensor,
+    tokens_request: tl.tensor,
+    tokens_row: tl.tensor,
     sampled: tl.tensor,
-    of_rows: tl.tensor,
+    count: tl.tensor,
+    arrived: tl.tensor,
     arrivals: tl.tensor,
     accepted: tl.tensor,
-    count: tl.tensor,
+    bonus: tl.tensor,
     V: tl.constexpr,
     G: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ) -> None:
-    """Program (chunk, request) draws from a chunk of the row after the accepted drafts."""
-    chunk, request = tl.program_id(0), tl.program_id(1)
-    rows = tl.arange(0, ROWS)
-    of_request = of_rows + request * (count + 1) * 4
-    is_accepted = tl.load(of_request + rows * 4 + 3, mask=rows < count, other=1.0)
-    row = tl.min(tl.where(is_accepted == 0.0, rows, count), axis=0)
-    tl.store(accepted + request, row.to(tl.int64))
+    """Program (chunk, request) judges the drafts, of which the first are `sampled` and the others
+    looked up, and draws from a chunk of the row after the accepted ones. The last one to finish
+    has the token of all chunks."""
+    chunk, request, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    # Reduce the chunks of all rows.
+    rows, each = tl.arange(0, ROWS), tl.arange(0, CHUNKS)
+    real = (rows <= count)[:, None] & (each < chunks)[None, :]
+    source = of_chunks + ((request * (count + 1) + rows)[:, None] * chunks + each[None, :]) * 3
+    peaks = tl.load(source, mask=real, other=float("-inf"))
+    tops = tl.max(peaks, axis=1)
+    temperature = tl.load(temperatures + request)
+    shift = tl.where(real, peaks - tops[:, None], 0.0)
+    totals = tl.load(source + 1, mask=real, other=0.0) * tl.exp(shift / temperature)
+    # In a greedy request, whose temperature is -1, the best token has all of the probability.
+    greedy = temperature < 0
+    totals = tl.where(greedy, float("inf"), tl.sum(totals, axis=1))
+    firsts = tl.load(source + 2, mask=real, other=V).to(tl.int32)
+    firsts = tl.min(tl.where(real & (peaks == tops[:, None]), firsts, V), axis=1)
+    bests = tl.where(greedy, tl.minimum(firsts, V - 1), -1)
+    temperature = tl.abs(temperature)
+    # Judge the draft after each row.
+    drafted = rows < count
+    at = tokens + request * tokens_request + (rows + 1) * tokens_row
+    drafts = tl.load(at, mask=drafted, other=0)
+    of_request = logits + request.to(tl.int64) * request_stride
+    values = tl.load(of_request + rows.to(tl.int64) * row_stride + drafts, mask=drafted, other=0.0)
+    p_of_draft = tl.exp((values.to(tl.float32) - tops) / temperature) / totals
+    p_of_draft += (drafts == bests).to(tl.float32)
+    # A draft can only be the candidate of its group.
+    of_slots = request.to(tl.int64) * sampled * G
+    at_draft = of_slots + rows * G + drafts % G
+    candidates = tl.load(ids + at_draft, mask=rows < sampled, other=-1)
+    q_of_draft = tl.load(q + at_draft, mask=candidates == drafts, other=0.0)
+    q_of_draft = tl.where(rows < sampled, q_of_draft, 1.0)
+    coins = tl.rand(seed + 1, request * (count + 1) + rows)
+    is_accepted = coins * q_of_draft < p_of_draft
+    row = tl.min(tl.where(is_accepted, count, tl.minimum(rows, count)), axis=0)
+    # Draw from the residual. No draft follows the last row.
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = token < V
-    at_row = request.to(tl.int64) * request_stride + row.to(tl.int64) * row_stride
-    values = tl.load(logits + at_row + token, mask=mask, other=float("-inf"))
-    of_row = of_request + row * 4
-    top, total, best = tl.load(of_row), tl.load(of_row + 1), tl.load(of_row + 2)
-    temperature = tl.abs(tl.load(temperatures + request))
-    p = tl.exp((values.to(tl.float32) - top) / temperature) / total + (token == best).to(tl.float32)
-    # No draft follows the last row.
+    at_row = of_request + row.to(tl.int64) * row_stride
+    value = tl.load(at_row + token, mask=mask, other=float("-inf")).to(tl.float32)
+    best = _of_row(bests, row, rows)
+    p = tl.exp((value - _of_row(tops, row, rows)) / temperature) / _of_row(totals, row, rows)
+    p += (token == best).to(tl.float32)
     removed = tl.zeros((CHUNK,), tl.float32)
     if row < sampled:
-        at_slot = request.to(tl.int64) * drafts_stride + row * G + token % G
+        at_slot = of_slots + row * G + token % G
         candidate = tl.load(ids + at_slot, mask=mask, other=-1)
         removed = tl.load(q + at_slot, mask=candidate == token, other=0.0)
     elif row < count:
-        draft = tl.load(tokens + (row + 1) * tl.num_programs(1) + request)
-        removed = (token == draft).to(tl.float32)
-    clock = exponential(tl.load(seeds + 2), request * V + token)
+        removed = (token == _of_row(drafts, row, rows)).to(tl.float32)
     # As in `drafts.accept`.
-    ratio = (tl.maximum(p - removed, 0.0) + 1e-20 * p) / clock
+    ratio = tl.maximum(p - removed, 0.0) + 1e-20 * p
+    ratio /= exponential(seed + 2, request * V + token)
     first = tl.max(ratio, axis=0)
-    out = arrivals + (request * tl.num_programs(0) + chunk) * 2
-    tl.store(out, first)
-    tl.store(out + 1, _first_where(mask & (ratio == first), token, V).to(tl.float32))
+    of_request = arrivals + request * chunks * 2
+    tl.store(of_request + chunk * 2, first)
+    drawn = _first_where(mask & (ratio == first), token, V)
+    tl.store(of_request + chunk * 2 + 1, drawn.to(tl.float32))
+    # All threads have stored before the program reports its arrival.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + request, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+        of_all, inside = of_request + each * 2, each < chunks
+        ratios = tl.load(of_all, mask=inside, other=-1.0, cache_modifier=".cg")
+        of_best = inside & (ratios == tl.max(ratios, axis=0))
+        drawns = tl.load(of_all + 1, mask=inside, other=0.0, cache_modifier=".cg").to(tl.int32)
+        tl.store(bonus + request, _first_where(of_best, drawns, V).to(tl.int64))
+        tl.store(accepted + request, row.to(tl.int64))
 
 
 class KernelDrafts(Drafts):
     """Samples and accepts by kernels."""
 
-    def __init__(
-        self, latest: torch.Tensor, plan: Plan, vocabulary: int, info: "SamplingBatchInfo"
-    ) -> None:
-        super().__init__(latest, plan, vocabulary, info)
-        self._truncates = truncates(info)
-        # Truncated probabilities are handed over as logits.
-        positive = 1.0 if self._truncates else info.temperatures[:, 0]
-        self._temperatures = torch.where(info.top_ks > 1, positive, -1.0)
-        # Keys of the random numbers: for drafts, acceptance, and the token after them.
-        self.seeds = torch.empty(3, dtype=torch.int64, device=latest.device).random_()
+    def __init__(self, requests: Requests, plan: Plan, passes: "Passes") -> None:
+        self._truncates = truncates(requests.sampling)
+        # Keys of the random numbers: this one for drafts, the next for acceptance, and then for the
+        # token after them. With 63 bits, always.
+        self.seed = 1 << 62 | random.getrandbits(61)
+        super().__init__(requests, plan, passes)
+
+    def _begin(self, passes: "Passes") -> torch.Tensor:
+        rows, committed, _, latest, info, _ = self.requests
+        batch, count, device = len(rows), self.plan.rows, rows.device
+        # Steps read rows in sequence, and verifications requests, all that there is without a step.
+        if self.plan.drafts:
+            new = torch.empty(3, count, batch, dtype=torch.int64, device=device)
+        else:
+            new = torch.empty(3, batch, count, dtype=torch.int64, device=device).mT
+        self._strides = new.stride(2), new.stride(1)
+        self._temperatures = torch.empty(batch, device=device)
+        self._arrived = torch.empty(batch, dtype=torch.int32, device=device)
+        table = passes.token_table
+        begin_kernel[(batch,)](
+            *(table, table.stride(0), passes.context_len, rows, committed, latest),
+            *(info.top_ks, info.temperatures, int(self._truncates)),
+            *(self._temperatures, self._arrived, new, *self._strides, count),
+            WIDTH=triton.next_power_of_2(count),
+            num_warps=1,
+        )
+        return new
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         number, self.count = self.count, self.count + 1
@@ -263,37 +286,50 @@ class KernelDrafts(Drafts):
         )
         if self._truncates:
             q.copy_(distribution(q, self.info).log_())
-        tensors = q, ids, tokens, self._temperatures, self.seeds
+        tensors = q, ids, tokens, self._temperatures, self.seed
         _sample_kernel[(batch,)](*tensors, number, q.stride(0), **sizes, WIDTH=width, num_warps=8)
         return tokens
 
     def verify(self, logits: torch.Tensor) -> Outcome:
-        logits = logits[:, : self.plan.drafts + self.plan.lookups + 1]
+        sampled, count = self.plan.drafts, self.plan.drafts + self.plan.lookups
+        logits = logits[:, : count + 1]
         if self._truncates:
             logits = distribution(logits, self.info).log_()
         batch, rows, vocabulary = logits.shape
         groups, chunks = self.q.shape[2], triton.cdiv(vocabulary, _CHUNK)
-        sampled = self.plan.drafts
-        width, chunk_width, row_width = map(triton.next_power_of_2, (groups, chunks, rows))
         assert logits.stride(2) == 1 and self.q.is_contiguous() and self.ids.is_contiguous()
         of_chunks = torch.empty(batch, rows, chunks, 3, device=logits.device)
-        of_rows = torch.empty(batch, rows, 4, device=logits.device)
         arrivals = torch.empty(batch, chunks, 2, device=logits.device)
-        accepted = torch.empty(batch, dtype=torch.int64, device=logits.device)
-        dense = logits, self._temperatures, logits.stride(0), logits.stride(1)
-        drafted = self.seeds, self.ids, self.q, sampled * groups, self.tokens, sampled
-        _chunk_kernel[(chunks, rows, batch)](
-            *dense, of_chunks, V=vocabulary, CHUNK=_CHUNK, num_warps=8
+        outcome = torch.empty(2, batch, dtype=torch.int64, device=logits.device)
+        dense = logits, self._temperatures, logits.stride(0), logits.stride(1), of_chunks
+        _chunk_kernel[(chunks, rows, batch)](*dense, V=vocabulary, CHUNK=_CHUNK, num_warps=8)
+        accepted, bonus = outcome
+        _accept_kernel[(chunks, batch)](
+            *(*dense, self.seed, self.ids, self.q, self._rows, *self._strides, sampled, count),
+            *(self._arrived, arrivals, accepted, bonus),
+            V=vocabulary,
+            G=groups,
+            CHUNK=_CHUNK,
+            ROWS=triton.next_power_of_2(rows),
+            CHUNKS=triton.next_power_of_2(chunks),
+            num_warps=8,
         )
-        sizes = {"V": vocabulary, "G": groups, "num_warps": 8}
-        judged = of_chunks, of_rows, chunks
-        _judge_kernel[(rows, batch)](
-            *dense, *drafted, *judged, **sizes, WIDTH=width, CHUNKS=chunk_width
-        )
-        drawn = of_rows, arrivals, accepted, rows - 1
-        _residual_kernel[(chunks, batch)](
-            *dense, *drafted, *drawn, **sizes, CHUNK=_CHUNK, ROWS=row_width
-        )
-        ratios, tokens = arrivals.unbind(2)
-        bonus = tokens.gather(1, ratios.argmax(1, keepdim=True))[:, 0].long()
         return Outcome(accepted, bonus)
+
+    def end(self, outcome: Outcome, histories: Histories | None) -> Written:
+        committed, sources = self.requests.committed, self.requests.sources
+        batch, count, device = len(committed), self.plan.rows, committed.device
+        tokens = torch.empty(batch, count, dtype=torch.int64, device=device)
+        written = Written(tokens, torch.empty_like(self._arrived), torch.empty_like(committed))
+        history: Sequence[Any] = self._arrived, 0, self._arrived, 0, self._arrived
+        record = histories is not None and sources is not None
+        if histories is not None and sources is not None:
+            texts, rows = histories.tokens, sources.histories
+            history = rows, rows.stride(0), texts, texts.stride(0), histories.lengths
+        end_kernel[(batch,)](
+            *(self._rows, *self._strides, count, *outcome, committed, *written, *history),
+            RECORD=record,
+            WIDTH=triton.next_power_of_2(count),
+            num_warps=1,
+        )
+        return written

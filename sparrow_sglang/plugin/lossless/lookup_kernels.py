@@ -12,7 +12,10 @@ _BLOCK = 1024  # places that a program compares
 _RANK_BITS, _OWN_BIT, _LENGTH_BIT = 8, 40, 41
 
 
-@triton.jit(do_not_specialize=["longest", "count"])
+@triton.jit(
+    do_not_specialize=["longest", "histories_stride", "request_stride", "token_stride", "count"],
+    do_not_specialize_on_alignment=["histories", "written", "new", "accepted"],
+)
 def _record_kernel(
     tokens: tl.tensor,
     lengths: tl.tensor,
@@ -21,8 +24,8 @@ def _record_kernel(
     histories_stride: tl.tensor,
     written: tl.tensor,
     new: tl.tensor,
-    new_request_stride: tl.tensor,
-    new_token_stride: tl.tensor,
+    request_stride: tl.tensor,
+    token_stride: tl.tensor,
     accepted: tl.tensor,
     count: tl.tensor,
     KNOWN: tl.constexpr,
@@ -33,14 +36,17 @@ def _record_kernel(
     history = tl.load(histories + request * histories_stride).to(tl.int64)
     first = tl.load(written + request).to(tl.int64) + 1
     number = tl.arange(0, WIDTH)
-    source = new + request * new_request_stride + number * new_token_stride
+    source = new + request * request_stride + number * token_stride
     token = tl.load(source, mask=number < count, other=0).to(tl.int32)
     tl.store(tokens + history * longest + first + number, token, mask=number < count)
     if KNOWN:
         tl.store(lengths + history, (first + tl.load(accepted + request) + 1).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["longest", "further"])
+@triton.jit(
+    do_not_specialize=["longest", "table_stride", "further"],
+    do_not_specialize_on_alignment=["histories", "others", "prompts"],
+)
 def _match_kernel(
     tokens: tl.tensor,
     lengths: tl.tensor,
@@ -82,7 +88,12 @@ def _match_kernel(
             tl.atomic_max(best + request, tl.max(tl.where(length > 0, score, 0), axis=0))
 
 
-@triton.jit(do_not_specialize=["longest", "further", "count"])
+@triton.jit(
+    do_not_specialize=[
+        *("longest", "table_stride", "further", "token_stride", "request_stride", "count")
+    ],
+    do_not_specialize_on_alignment=["others", "out"],
+)
 def _propose_kernel(
     tokens: tl.tensor,
     lengths: tl.tensor,
@@ -93,14 +104,17 @@ def _propose_kernel(
     further: tl.tensor,
     best: tl.tensor,
     out: tl.tensor,
+    token_stride: tl.tensor,
+    request_stride: tl.tensor,
     count: tl.tensor,
     RANK_BITS: tl.constexpr,
     OWN_BIT: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Program (request) copies what followed at the best place."""
+    """Program (request), of one warp, copies what followed at the best place, and forgets it."""
     request = tl.program_id(0)
     score = tl.load(best + request)
+    tl.store(best + request, tl.zeros_like(score))
     rank = score & ((1 << RANK_BITS) - 1)
     place = (score & ((1 << OWN_BIT) - 1)) >> RANK_BITS
     source = tl.load(others + request * table_stride + rank).to(tl.int64)
@@ -111,11 +125,16 @@ def _propose_kernel(
     followed = place + number % tl.maximum(end - place, 1)
     at = tokens + source * longest + followed
     token = tl.load(at, mask=(number < count) & (score > 0), other=0)
-    tl.store(out + number * tl.num_programs(0) + request, token.to(tl.int64), mask=number < count)
+    at = out + number * token_stride + request * request_stride
+    tl.store(at, token.to(tl.int64), mask=number < count)
 
 
 class KernelHistories(Histories):
     """Appends and looks up by kernels."""
+
+    def __init__(self, requests: int, longest: int, device: torch.device | str) -> None:
+        super().__init__(requests, longest, device)
+        self._best = torch.zeros(requests, dtype=torch.int64, device=device)
 
     def record(
         self,
@@ -138,14 +157,13 @@ class KernelHistories(Histories):
     def look_up(self, sources: Sources, further: int, out: torch.Tensor) -> None:
         count, batch = out.shape
         histories, others, prompts, longest = sources
-        assert out.is_contiguous() and others.stride(1) == 1
+        assert others.stride(1) == 1
         assert histories.stride(0) == others.stride(0) == prompts.stride(0)
-        best = torch.zeros(batch, dtype=torch.int64, device=out.device)
         texts = self.tokens, self.lengths, self.tokens.stride(0)
         grid = triton.cdiv(longest + further, _BLOCK), others.shape[1], batch
         bits = {"RANK_BITS": _RANK_BITS, "OWN_BIT": _OWN_BIT}
         _match_kernel[grid](
-            *(*texts, histories, others, prompts, others.stride(0), further, best),
+            *(*texts, histories, others, prompts, others.stride(0), further, self._best),
             **bits,
             LENGTH_BIT=_LENGTH_BIT,
             LONGEST_MATCH=LONGEST_MATCH,
@@ -153,7 +171,8 @@ class KernelHistories(Histories):
             num_warps=4,
         )
         _propose_kernel[(batch,)](
-            *(*texts, histories, others, others.stride(0), further, best, out, count),
+            *(*texts, histories, others, others.stride(0), further, self._best),
+            *(out, *out.stride(), count),
             **bits,
             WIDTH=triton.next_power_of_2(count),
             num_warps=1,

@@ -62,7 +62,6 @@ class Passes:
         self.context_len = runner.model_config.context_len
         self.vocab_size = runner.model_config.vocab_size
         self._width = width
-        self._offsets = torch.arange(width, device=runner.device)[:, None]
         self._step_graphs: Any = None
         self._verify_graphs: dict[int, Any] = {}
 
@@ -86,15 +85,10 @@ class Passes:
         finally:
             runner.spec_algorithm = algorithm
 
-    def places(
-        self, rows: torch.Tensor, committed: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and slots of the KV pool of `count` tokens behind `committed` [B] of `rows` [B]
-        of the token table, both [count, B]."""
-        positions = committed.long() + self._offsets[:count]
-        slots = self.runner.req_to_token_pool.req_to_token[rows.long(), positions].long()
-        # Past the context no token is returned, and some models have no rotary angles.
-        return positions.clamp(max=self.context_len - 1), slots
+    @property
+    def token_table(self) -> torch.Tensor:
+        """Slots of the KV pool by row and position."""
+        return self.runner.req_to_token_pool.req_to_token
 
     @contextmanager
     def verification(self, width: int) -> Iterator[None]:

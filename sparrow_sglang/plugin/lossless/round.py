@@ -6,42 +6,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sparrow_sglang.planning.rounds import Plan
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Requests, Written
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
-from sparrow_sglang.plugin.lossless.lookups import Histories, Sources
+from sparrow_sglang.plugin.lossless.lookups import Histories
 from sparrow_sglang.plugin.scheduler import forward
 
 if TYPE_CHECKING:
     from sparrow_sglang.plugin.lossless.passes import Passes
 
 
-class Requests(NamedTuple):
-    """The requests of a round.
-
-    Attributes:
-        rows: [B], of the token table.
-        committed: [B], tokens whose KV is written, all that precede the latest.
-        committed_cpu: the same on the host, unless the dense side needs none there.
-        latest: [B] int64, the latest token of each, whose KV is not written yet.
-        sampling: their `SamplingBatchInfo`.
-        sources: where they look tokens up; None where none is.
-    """
-
-    rows: torch.Tensor
-    committed: torch.Tensor
-    committed_cpu: torch.Tensor | None
-    latest: torch.Tensor
-    sampling: Any
-    sources: Sources | None
-
-
 class Result(NamedTuple):
-    """`passed` is the dense pass; `output` [B, rows] are accepted drafts, the token after them and
-    tokens to ignore."""
+    """`passed` is the dense pass."""
 
     passed: Any
     outcome: Outcome
-    output: torch.Tensor
+    written: Written
 
 
 Accept = Callable[[Drafts, torch.Tensor], Outcome]
@@ -53,17 +32,15 @@ def run_round(
     """One round. KV of tokens past the accepted ones stays in slots that the requests own, and the
     next round overwrites it: it verifies as many rows from the new latest token on, and no pass
     reads past its own tokens."""
-    rows, committed, known, latest, sampling, sources = requests
-    positions, slots = passes.places(rows, committed, plan.rows)
-    drafting = KernelDrafts if latest.is_cuda else Drafts
-    drafts = drafting(latest, plan, passes.vocab_size, sampling)
+    rows, committed, known, latest, _, sources = requests
+    drafts = (KernelDrafts if latest.is_cuda else Drafts)(requests, plan, passes)
 
     def step(number: int, dense: bool) -> Any:
         """The decode step after the latest token and `number` drafts."""
         lengths, on_host = committed + (number + 1), None if known is None else known + number + 1
-        token, position, slot = drafts.tokens[number], positions[number], slots[number]
+        new = drafts.tokens[number], drafts.positions[number], drafts.slots[number]
         with passes.steps(dense):
-            return forward.run(passes.runner, rows, lengths, on_host, token, position, slot)
+            return forward.run(passes.runner, rows, lengths, on_host, *new)
 
     # Draft.
     for number in range(plan.drafts):
@@ -80,14 +57,10 @@ def run_round(
     if plan.rows == 1:
         passed = step(0, dense=True)
     else:
-        flat = [tensor.T.reshape(-1) for tensor in (drafts.tokens, positions, slots)]
         with passes.verification(plan.rows):
-            passed = forward.run(passes.runner, rows, committed, known, *flat)
+            passed = forward.run(passes.runner, rows, committed, known, *drafts.by_request())
     logits = passed.logits_output.next_token_logits.unflatten(0, (len(rows), -1))
 
     # Accept.
     outcome = Outcome(*map(passes.of_first_rank, accept(drafts, logits)))
-    output = outcome.output(drafts.tokens.T)
-    if histories is not None and sources is not None:
-        histories.record(sources.histories, committed, output, outcome.accepted)
-    return Result(passed, outcome, output)
+    return Result(passed, outcome, drafts.end(outcome, histories))

@@ -16,12 +16,12 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.planning.rounds import Plan
 from sparrow_sglang.plugin.lossless.choice import RoundChoice, RoundTimes
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Requests
 from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
 from sparrow_sglang.plugin.lossless.lookups import Histories
 from sparrow_sglang.plugin.lossless.metrics import Drafted, DraftMetrics, Kind
 from sparrow_sglang.plugin.lossless.passes import Passes
-from sparrow_sglang.plugin.lossless.round import Requests, Result, run_round
+from sparrow_sglang.plugin.lossless.round import Result, run_round
 from sparrow_sglang.plugin.names import LOOKUPS_FIELD
 from sparrow_sglang.plugin.scheduler import timing
 from sparrow_sglang.plugin.server_log import announce
@@ -191,28 +191,25 @@ class LosslessWorker(BaseSpecWorker):
             sources = self._histories.sources(batch.reqs, longest)
         requests = Requests(
             batch.req_pool_indices,
-            # The scheduler may change its lengths before this round has run.
-            batch.seq_lens.clone(),
+            batch.seq_lens,
             batch.seq_lens_cpu,
             batch.spec_info.bonus_tokens.reshape(-1).long(),
             batch.sampling_info,
             sources,
         )
-        passed, outcome, output = self._round(requests, plan)
-        accept_lens = (outcome.accepted + 1).to(torch.int32)
-        new_seq_lens = requests.committed + accept_lens.to(requests.committed.dtype)
+        passed, outcome, written = self._round(requests, plan)
         if on_publish is not None:
-            on_publish(new_seq_lens)
-        tokens = output.reshape(-1)
+            on_publish(written.lengths)
+        tokens = written.tokens.view(-1)
         if batch.return_logprob:
             compute_spec_logprobs(batch, passed.logits_output, tokens, chain_stride=plan.rows)
         return GenerationBatchResult(
             logits_output=passed.logits_output,
             next_token_ids=tokens,
-            accept_lens=accept_lens,
-            next_draft_input=RoundState(outcome.bonus, new_seq_lens),
+            accept_lens=written.counts,
+            next_draft_input=RoundState(outcome.bonus, written.lengths),
             speculative_output_stride=plan.rows,
-            new_seq_lens=new_seq_lens,
+            new_seq_lens=written.lengths,
             can_run_cuda_graph=passed.can_run_graph,
             routed_experts_output=passed.routed_experts_output,
         )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frequencies import REQUESTS, p_value, sampled_from, sampling
+from frequencies import REQUESTS, drafts_of, p_value, sampled_from, sampling
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.rounds import DENSE, Plan
@@ -41,8 +41,8 @@ def test_candidates_are_the_best_of_groups_that_cover_the_vocabulary(
 
 def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, plan: Plan, count: int) -> Any:
     """Tokens of `count` rounds over a vocabulary whose logits depend on the latest token."""
-    previous = torch.zeros(count, dtype=torch.int64)
-    drafts = reference.Drafts(previous, plan, sparse.shape[1], info)
+    drafts = drafts_of(reference.Drafts, info, plan, sparse.shape[1])
+    previous = drafts.tokens[0]
     for _ in range(plan.drafts):
         previous = drafts.sample(sparse[previous])
     for row in drafts.looked_up:
@@ -50,7 +50,7 @@ def rounds(info: Any, dense: torch.Tensor, sparse: torch.Tensor, plan: Plan, cou
         row[:] = dense[previous].argmax(-1) if count % 2 else dense[previous].argmin(-1)
         previous = row
     outcome = drafts.verify(dense[drafts.tokens.T])
-    return outcome, outcome.output(drafts.tokens.T), drafts.tokens[1:].T
+    return outcome, drafts.end(outcome, None).tokens, drafts.tokens[1:].T
 
 
 # Fewer drafts than the round verifies, drafts of both kinds, and tokens looked up alone.
@@ -96,7 +96,7 @@ def test_rounds_follow_the_dense_distribution(
 
 def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
     info = sampling(*[{"top_k": 1}] * 3)
-    drafts = reference.Drafts(torch.zeros(3, dtype=torch.int64), Plan(2, 0, 3), 5, info)
+    drafts = drafts_of(reference.Drafts, info, Plan(2, 0, 3), 5)
     for tokens in ([3, 3, 1], [2, 0, 2]):
         drafts.sample(torch.nn.functional.one_hot(torch.tensor(tokens), 5).float())
     best = torch.tensor([[3, 2, 4], [3, 1, 2], [3, 2, 2]])
@@ -106,12 +106,12 @@ def test_greedy_drafts_are_accepted_up_to_the_first_that_differs() -> None:
 
 
 def test_a_round_without_drafts_samples_a_token() -> None:
-    drafts = reference.Drafts(torch.zeros(2, dtype=torch.int64), DENSE, 3, sampling({}, {}))
+    drafts = drafts_of(reference.Drafts, sampling({}, {}), DENSE, 3)
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [1, 0, 0]]), 3).log()
     outcome = drafts.verify(logits)
     assert outcome.accepted.tolist() == [0, 0]
     assert outcome.bonus.tolist() == [2, 1]
-    assert outcome.output(drafts.tokens.T).tolist() == [[2], [1]]
+    assert drafts.end(outcome, None).tokens.tolist() == [[2], [1]]
 
 
 def test_a_rejection_without_residual_draws_from_the_dense_distribution() -> None:
