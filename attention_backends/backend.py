@@ -22,8 +22,7 @@ from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.hf_config import window_layers
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4
+from sparrow_sglang.schedules.schedule import INT4, BudgetSchedule
 from sparrow_sglang.sglang_compat.arguments import resolved
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import torch
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.kernels import decode, landmark, page_table, select
 from sparrow_sglang.attention_backends.landmarks import Landmarks
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4
+from sparrow_sglang.schedules.schedule import INT4, BudgetSchedule
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparrow_sglang.schedules.selection import int4_landmark_tokens
+from sparrow_sglang.schedules.schedule import int4_landmark_tokens
 
 FP8 = torch.float8_e4m3fn
 """The only dtype of a KV pool that has scales: a key is k_scale times what the pool holds."""

@@ -13,7 +13,7 @@ from sparrow_sglang.attention_backends.landmarks import (
     MeanLandmarks,
     landmark_dtype,
 )
-from sparrow_sglang.schedules.selection import int4_landmark_tokens
+from sparrow_sglang.schedules.schedule import int4_landmark_tokens
 
 
 def page_landmarks(k_pages: torch.Tensor, int4: bool = False) -> Landmarks:

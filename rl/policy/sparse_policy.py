@@ -22,8 +22,7 @@ from sparrow_sglang.attention_backends.reference import (
     page_landmarks,
 )
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, attend_by_blocks, block_mask
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4
+from sparrow_sglang.schedules.schedule import INT4, BudgetSchedule
 
 
 @dataclass(frozen=True, eq=False)

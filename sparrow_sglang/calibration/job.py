@@ -26,8 +26,14 @@ from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, tail_bin_tokens, whol
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import device_name, provenance
 from sparrow_sglang.schedules.names import read_schedule
-from sparrow_sglang.schedules.schedule import NAME, PAGE_SIZE, BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4, PUBLISHED, SelectionRule
+from sparrow_sglang.schedules.schedule import (
+    INT4,
+    NAME,
+    PAGE_SIZE,
+    PUBLISHED,
+    BudgetSchedule,
+    SelectionRule,
+)
 
 DEFAULT_TARGET = 0.86
 # Each is a fifth to a half larger than the one before. Models with two KV heads need half of the

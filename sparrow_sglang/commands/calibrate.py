@@ -27,8 +27,7 @@ from sparrow_sglang.mismatch.token_bins import bins_of_lengths
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
 from sparrow_sglang.processes import exit_on_sigterm
-from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES
-from sparrow_sglang.schedules.selection import RULES
+from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES, RULES
 
 EPILOG = """\
 examples:

@@ -12,8 +12,7 @@ import numpy as np
 
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.rounds import DENSE, Plan, expected_tokens
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import landmark_bytes
+from sparrow_sglang.schedules.schedule import BudgetSchedule, landmark_bytes
 
 TERMS = ("matmuls", "kv", "layers", "layer_rows")
 CONSTANTS = "step_times.json"

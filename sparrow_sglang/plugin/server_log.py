@@ -5,8 +5,7 @@ import sys
 from typing import Any
 
 from sparrow_sglang.hf_config import linear_layers, num_layers_of, window_layers
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4
+from sparrow_sglang.schedules.schedule import INT4, BudgetSchedule
 
 _logger = logging.getLogger("sparrow_sglang")
 

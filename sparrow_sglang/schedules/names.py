@@ -8,8 +8,13 @@ from typing import Any
 
 from sparrow_sglang.hf_config import model_value
 from sparrow_sglang.json_values import quoted
-from sparrow_sglang.schedules.schedule import DRAFTS, MAX_TOKENS, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedules.selection import INT4
+from sparrow_sglang.schedules.schedule import (
+    DRAFTS,
+    INT4,
+    MAX_TOKENS,
+    BudgetSchedule,
+    ScheduleError,
+)
 from sparrow_sglang.validation import nearest_first
 
 SCHEDULE_VARIABLE = "SPARROW_SCHEDULE"

@@ -57,7 +57,6 @@ class KvUsage:
         kv_tokens_cached_last: tokens in the KV cache at the last step.
         kv_tokens_read_last: those of them that the last step read.
         kv_budget_last: the budget of the last step; None if the request was decoded densely.
-        note: why the last step did not read the budget, None if it did.
     """
 
     schedule: str | None
@@ -68,7 +67,6 @@ class KvUsage:
     kv_tokens_cached_last: int | None = None
     kv_tokens_read_last: int | None = None
     kv_budget_last: int | None = None
-    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,6 @@ class RequestOption:
             return KvUsage(name, self.kv_budget_tokens, 0)
         cached = prompt_tokens + decoded
         read = self.tokens_read(cached)
-        budget, note = self._budget(int(cached[-1]), int(read[-1]))
         return KvUsage(
             schedule=name,
             kv_budget_tokens=self.kv_budget_tokens,
@@ -162,24 +159,18 @@ class RequestOption:
             kv_tokens_read_mean=round(float(read.mean()), 1),
             kv_tokens_cached_last=int(cached[-1]),
             kv_tokens_read_last=int(read[-1]),
-            kv_budget_last=budget,
-            note=note,
+            kv_budget_last=self._budget(int(cached[-1])),
         )
 
-    def _budget(self, cached: int, read: int) -> tuple[int | None, str | None]:
-        """The budget of a step over `cached` tokens, and why `read` differs from it."""
-        if self.schedule is None or (self.schedule.is_dense and self.kv_budget_tokens is None):
-            return None, None
-        if self.kv_budget_tokens is None and cached <= self.schedule.dense_tokens:
-            return None, f"decode is dense up to {self.schedule.dense_tokens} tokens"
-        budget = self.schedule.budget_at(cached)
-        if self.kv_budget_tokens is not None:
-            budget = min(budget, self.kv_budget_tokens)
-        if read == budget:
-            return budget, None
-        if read == cached:
-            return budget, "everything that is cached fits into the budget"
-        return budget, "the last page is not full"
+    def _budget(self, cached: int) -> int | None:
+        """The budget of a step over `cached` tokens; None if it is dense."""
+        if self.schedule is None:
+            return None
+        cap, schedule = self.kv_budget_tokens, self.schedule
+        if cap is None and (schedule.is_dense or cached <= schedule.dense_tokens):
+            return None
+        budget = schedule.budget_at(cached)
+        return budget if cap is None else min(budget, cap)
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""The KV budget of sparse decode as a function of sequence length."""
+"""The KV budget of sparse decode as a function of sequence length, and the rules by which a sparse
+layer chooses its pages. `attention_backends.reference` defines these in torch."""
 
 import json
 import os
@@ -6,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,7 +27,6 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import linear_layers, model_value, num_layers_of, partial_layers
 from sparrow_sglang.json_values import cut, quoted, read_object
-from sparrow_sglang.schedules.selection import INT4, PUBLISHED, SelectionRule
 from sparrow_sglang.validation import first_problem
 
 PAGE_SIZES = (16, 32, 64)
@@ -43,8 +43,21 @@ DRAFTS = "drafts"
 """Name of `BudgetSchedule.drafts`."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
+SelectionRule = Literal["published", "int4"]
+"""`PUBLISHED`: a page has one landmark, the mean of its keys in the dtype of the KV cache, scored
+by the mean query of a KV head's group. `INT4`: a landmark is the mean of `int4_landmark_tokens`,
+stored as int4 codes with an fp16 scale; a page scores as its best landmark does with any query of
+the group."""
+
+PUBLISHED: Final = "published"
+INT4: Final = "int4"
+RULES: tuple[SelectionRule, ...] = get_args(SelectionRule)
+
 # What a switch on a running server cannot change.
 _FIXED = ("page_size", "sink_pages", "recent_pages", "dense_layers", "selection")
+
+_MOST_LANDMARKS = 8
+_SCALE_BYTES = 2
 
 _Count = Annotated[StrictInt, Field(le=MAX_TOKENS)]
 
@@ -291,3 +304,17 @@ class BudgetSchedule(BaseModel):
 
 def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:
     return f"{field}={tokens}: expected a multiple of page_size={page_size}"
+
+
+def int4_landmark_tokens(page_size: int) -> int:
+    """Tokens of an int4 landmark: four, or more where a page would have more than eight."""
+    # Landmarks of two tokens rank pages better, but a step reads twice as many.
+    return max(4, page_size // _MOST_LANDMARKS)
+
+
+def landmark_bytes(rule: SelectionRule, page_size: int, head_dim: int, mean_itemsize: int) -> int:
+    """Bytes of the landmarks of one page and KV head; a number of a landmark that is not int4 takes
+    `mean_itemsize` bytes."""
+    if rule == INT4:
+        return page_size // int4_landmark_tokens(page_size) * (head_dim // 2 + _SCALE_BYTES)
+    return head_dim * mean_itemsize

@@ -15,8 +15,7 @@ from sglang.srt.managers.io_struct import (
 
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.client.endpoint import EndpointError, connect
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4
+from sparrow_sglang.schedules.schedule import INT4, BudgetSchedule
 
 PROMPTS = 40
 CUDA = pytest.param(

@@ -29,8 +29,7 @@ from rounds import run_scheduler
 from waiting import wait_until
 
 from sparrow_sglang.plugin.state import server_state
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4
+from sparrow_sglang.schedules.schedule import INT4, BudgetSchedule
 from sparrow_sglang.sglang_compat.install import installed_version
 
 NEEDS_GEMMA3 = pytest.mark.skipif(

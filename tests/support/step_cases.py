@@ -15,8 +15,7 @@ from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import FP8, Landmarks, allocate_landmarks
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.schedules.options import RequestOption
-from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.schedules.selection import INT4, RULES
+from sparrow_sglang.schedules.schedule import INT4, RULES, BudgetSchedule
 
 Step = TorchPagedDecode | TritonPagedDecode
 

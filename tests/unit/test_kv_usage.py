@@ -1,6 +1,5 @@
 """The KV usage that a request reports, against a loop over its steps by the contract's budgets."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +35,7 @@ def test_means_and_last_step(schedule, cap):
         read = steps_read(schedule, cap, lengths)
         budget = budget_pages(lengths[-1], 16, schedule.bin_tokens, schedule.budget_tokens) * 16
         usage = RequestOption(schedule, cap).usage(prompt, generated)
-        assert replace(usage, note=None) == KvUsage(
+        assert usage == KvUsage(
             schedule=schedule.name,
             kv_budget_tokens=cap,
             decode_steps=generated - 1,
@@ -46,7 +45,6 @@ def test_means_and_last_step(schedule, cap):
             kv_tokens_read_last=read[-1],
             kv_budget_last=budget if cap is None else min(budget, cap),
         )
-        assert (usage.note is None) == (usage.kv_tokens_read_last == usage.kv_budget_last)
 
 
 def test_a_retraction_replaces_a_step_by_a_prefill():
@@ -62,7 +60,7 @@ def test_a_retraction_replaces_a_step_by_a_prefill():
 def test_dense_reads_what_it_holds(schedule: BudgetSchedule | None):
     usage = RequestOption(schedule).usage(900, 101)
     assert usage.schedule == (None if schedule is None else "dense")
-    assert usage.kv_budget_last is usage.note is None
+    assert usage.kv_budget_last is None
     assert usage.kv_tokens_read_mean == usage.kv_tokens_cached_mean == 950.5
     assert usage.kv_tokens_read_last == usage.kv_tokens_cached_last == 1000
 

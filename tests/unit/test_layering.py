@@ -178,7 +178,7 @@ def test_kernels_import_themselves_and_the_landmarks_alone() -> None:
 
 def test_light_modules_import_neither_torch_nor_sglang() -> None:
     benchmarks = [f"benchmarks.{name}" for name in BENCHMARKS]
-    names = ("schedules.schedule", "schedules.selection", "models", "commands.cli", *benchmarks)
+    names = ("schedules.schedule", "models", "commands.cli", *benchmarks)
     code = """
 import importlib, sys
 from sparrow_sglang import BudgetSchedule

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow_sglang.plugin.names import uses_sparrow
 from sparrow_sglang.plugin.scheduler.exact_acceptance import record_bytes
 from sparrow_sglang.plugin.state import require_decoding
-from sparrow_sglang.schedules.selection import landmark_bytes
+from sparrow_sglang.schedules.schedule import landmark_bytes
 from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.arguments import resolved, rows_of_graphs
 

@@ -18,7 +18,7 @@ from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPage
 from sparrow_sglang.attention_backends.kernels.decode import _SPLIT_PADS
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
-from sparrow_sglang.schedules.selection import INT4, RULES, SelectionRule
+from sparrow_sglang.schedules.schedule import INT4, RULES, SelectionRule
 
 # The batch sizes that SGLang captures, up to 256.
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]

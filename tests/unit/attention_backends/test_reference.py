@@ -11,7 +11,7 @@ from step_cases import StepCase
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import allocate_landmarks
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
-from sparrow_sglang.schedules.selection import INT4, RULES, SelectionRule, landmark_bytes
+from sparrow_sglang.schedules.schedule import INT4, RULES, SelectionRule, landmark_bytes
 
 FP32 = [(torch.float32, torch.float32)] * 3 + [(torch.float32, torch.float8_e4m3fn)]
 

@@ -21,8 +21,7 @@ from sparrow_sglang.schedules.names import (
     schedule_spec,
 )
 from sparrow_sglang.schedules.options import RequestOption
-from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule, ScheduleError
-from sparrow_sglang.schedules.selection import RULES
+from sparrow_sglang.schedules.schedule import PAGE_SIZES, RULES, BudgetSchedule, ScheduleError
 
 VALID: dict[str, Any] = {
     "name": "mine",
