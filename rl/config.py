@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import cut, relative_note
+from sparrow_sglang.json_values import cut, read_text
 from sparrow_sglang.schedules.schedule import DENSE
 from sparrow_sglang.validation import first_problem
 
@@ -433,12 +433,9 @@ class TrainConfig(Section):
 
         Raises `InputError` on a file that cannot be read, unknown keys and invalid values.
         """
+        text = read_text(path)
         try:
-            values = tomllib.loads(Path(path).read_text("utf-8"))
-        except OSError as error:
-            raise InputError(
-                f"{path}{relative_note(path)}: cannot be read ({error.strerror})"
-            ) from None
+            values = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             # Besides TOMLDecodeError, tomllib raises these on long numbers and deep arrays.
             raise InputError(f"{path}: not TOML ({cut(str(error))})") from None

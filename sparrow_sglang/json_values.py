@@ -37,12 +37,21 @@ def relative_note(path: str | os.PathLike[str]) -> str:
     return "" if os.path.isabs(path) else f" (relative to {os.getcwd()})"
 
 
+def read_text(path: str | os.PathLike[str], setting: str = "") -> str:
+    """The text of a file, which `setting` names; raises `InputError`."""
+    try:
+        return Path(path).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        named = f"{setting}{cut(str(path))}{relative_note(path)}"
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{named}: cannot be read ({reason})") from None
+
+
 def read_object(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     """The JSON object in a file; raises `InputError`, which says what is `expected`."""
+    text = read_text(path)
     try:
-        value = json.loads(Path(path).read_text("utf-8"))
-    except OSError as error:
-        problem = f"{relative_note(path)}: cannot be read ({error.strerror})"
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         problem = f": not JSON ({error})"
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparrow_sglang.calibration import CalibrationError
-from sparrow_sglang.json_values import cut, relative_note
+from sparrow_sglang.json_values import cut, read_text
 
 Tokenize = Callable[[str | list[dict[str, Any]]], list[int]]
 """Token ids of a text, or of chat messages."""
@@ -66,14 +66,8 @@ def read_prompts(path: Path, tokenize: Tokenize, context: int) -> list[Prompt]:
     [...]}` a line. Lines with the same prompt share a name. Raises `CalibrationError`, naming the
     line, on an empty file, a line of another form and a prompt that leaves no room for a token in
     `context`."""
-    try:
-        # Not `splitlines`, which also splits at separators that JSON strings may contain.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(
-            f"--prompts {path}{relative_note(path)}: cannot be read"
-            f" ({getattr(error, 'strerror', None) or error}); expected a JSONL file of prompts"
-        ) from None
+    # Not `splitlines`, which also splits at separators that JSON strings may contain.
+    lines = read_text(path, "--prompts ").split("\n")
     prompts = []
     names: dict[tuple[int, ...], str] = {}
     for number, line in enumerate(lines, 1):

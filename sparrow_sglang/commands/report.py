@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         _require_packages()
         out = out or Path("rollout.svg")
         _require_suffix(out, ".svg", "a figure of a rollout")
-        _write(out, rollout_figure(rows))
+        write_text(out, rollout_figure(rows))
+        print(out)
         return 0
     sources = find_sources(args.paths)
     if len(sources.runs) > 1:
@@ -77,16 +78,9 @@ def run(args: argparse.Namespace) -> int:
     for reason in sources.left_out:
         print(f"left out: {reason}")
     if out is not None:
-        _write(out, text)
-    return 0
-
-
-def _write(out: Path, text: str) -> None:
-    try:
         write_text(out, text)
-    except OSError as error:
-        raise ReportError(f"--out {out}: {error.strerror or error}") from None
-    print(out)
+        print(out)
+    return 0
 
 
 def _bench_rows(path: Path, measured: str) -> list[dict[str, Any]]:

@@ -81,12 +81,6 @@ def test_sampling_parameters(client: httpx.Client, parameters: dict[str, Any]) -
     assert_named(next(reversed(parameters)), refused(client, "/generate", body))
 
 
-@pytest.mark.parametrize("pattern", ["(", "w(?=[0-9])"])
-def test_a_pattern_is_named(client: httpx.Client, pattern: str) -> None:
-    body = RIGHT | {"sampling_params": SAMPLING | {"stop_regex": ["w", pattern]}}
-    assert f"stop_regex={pattern!r}: " in refused(client, "/generate", body)
-
-
 def test_a_pattern_ends_a_response(client: httpx.Client) -> None:
     """At the first token with which the text has a match. `re` would try the first for hours."""
     fields = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
@@ -148,8 +142,3 @@ def test_an_option_in_a_place_where_nobody_reads_it(
     client: httpx.Client, route: str, body: dict[str, Any]
 ) -> None:
     assert "sparrow" in refused(client, route, body)
-
-
-def test_words_in_a_prompt_are_no_option(client: httpx.Client) -> None:
-    body = {"text": 'w5 "sparrow" w6', "sampling_params": SAMPLING}
-    assert client.post("/generate", json=body).status_code == 200

@@ -285,6 +285,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             lora_target_modules=list(MODULES),
             max_loras_per_batch=2,
             sparrow_audit_rate=1.0,
+            enable_metrics=True,
             # At lower levels the server logs each bad request.
             log_level="critical",
             **SERVED,
