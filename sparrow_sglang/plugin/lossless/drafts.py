@@ -63,6 +63,14 @@ class Written(NamedTuple):
     counts: torch.Tensor
     lengths: torch.Tensor
 
+    def followed_by(self, later: "Written") -> "Written":
+        """What this round and a `later` one have written, [B, 2 * rows]."""
+        rows = later.tokens.shape[1]
+        columns = self.counts[:, None] + torch.arange(rows, device=self.tokens.device)
+        tokens = torch.nn.functional.pad(self.tokens, (0, rows))
+        tokens.scatter_(1, columns, later.tokens)
+        return Written(tokens, self.counts + later.counts, later.lengths)
+
 
 def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:
     """The distributions from which requests sample, fp32, of `logits` [B, V] or [B, rows, V].

@@ -1,11 +1,13 @@
 """The worker of lossless decoding: what SGLang's scheduler calls in place of the model's worker.
 `round.py` is one round."""
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -16,7 +18,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sparrow_sglang.attention_backends.backend import sparrow_backend
 from sparrow_sglang.planning.rounds import Plan
 from sparrow_sglang.plugin.lossless.choice import RoundChoice, RoundTimes
-from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Requests
+from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Requests, Written
 from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
 from sparrow_sglang.plugin.lossless.lookups import Histories
 from sparrow_sglang.plugin.lossless.metrics import Drafted, DraftMetrics, Kind
@@ -76,8 +78,9 @@ class LosslessWorker(BaseSpecWorker):
         self._choice = RoundChoice(self._width, self._looks_up)
         self._passes = Passes(target_worker.model_runner, self._width)
         self._histories: Histories | None = None
-        # Rounds whose outcome is not on the host yet, and their requests.
-        self._in_flight: deque[tuple[Plan, list[Req]]] = deque()
+        # Rounds whose outcome is not on the host yet, their requests, and drafts accepted in the
+        # first of two rounds.
+        self._in_flight: deque[tuple[Plan, list[Req], torch.Tensor | None]] = deque()
         counts = server_args.enable_metrics and get_parallel().tp_rank == 0
         self._metrics = DraftMetrics(server_args, replica_rank(ignored)) if counts else None
 
@@ -94,24 +97,24 @@ class LosslessWorker(BaseSpecWorker):
     update_weights_from_ipc = update_weights_from_disk
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
-        plan, requests = self._in_flight.popleft()
+        plan, requests, first = self._in_flight.popleft()
+        accepted = np.array(num_correct_drafts_per_req)[None]
+        if first is not None:
+            accepted = np.stack([first.numpy(), accepted[0] - first.numpy()])
         # The scheduler launches a round before it knows which requests the one before has ended.
-        running = [
-            (count, req)
-            for count, req in zip(num_correct_drafts_per_req, requests, strict=False)
-            if not (req.finished() or req.is_retracted)
-        ]
-        for _, req in running:
-            # What SGLang returns as `spec_cap_length`, of each round.
-            req.spec_num_cap_tokens += plan.drafts + plan.lookups
-        accepted = [count for count, _ in running]
-        sparse, lookups = self._choice.observe(plan, accepted)
-        if self._metrics is not None:
-            kinds: dict[Kind, Drafted] = {
-                "sparse": Drafted(plan.drafts * len(requests), *sparse),
-                "lookup": Drafted(plan.lookups * len(requests), *lookups),
-            }
-            self._metrics.observe(plan.drafts + plan.lookups, kinds)
+        running = [not (req.finished() or req.is_retracted) for req in requests]
+        for req in itertools.compress(requests, running):
+            # What SGLang returns as `spec_verify_ct`, and as `spec_cap_length` of each round.
+            req.spec_verify_ct += len(accepted) - 1
+            req.spec_num_cap_tokens += len(accepted) * (plan.drafts + plan.lookups)
+        for of_round in accepted[:, running]:
+            sparse, lookups = self._choice.observe(plan, of_round)
+            if self._metrics is not None:
+                kinds: dict[Kind, Drafted] = {
+                    "sparse": Drafted(plan.drafts * len(requests), *sparse),
+                    "lookup": Drafted(plan.lookups * len(requests), *lookups),
+                }
+                self._metrics.observe(plan.drafts + plan.lookups, kinds)
 
     def init_cuda_graphs(self) -> None:
         """SGLang has captured the widest verifications, if graphs are on."""
@@ -170,7 +173,8 @@ class LosslessWorker(BaseSpecWorker):
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any
     ) -> GenerationBatchResult:
-        """One prefill, or one round. `on_publish` receives the new lengths as soon as known."""
+        """One prefill, or one or two rounds. `on_publish` receives the new lengths as soon as they
+        are known."""
         self._passes.weights.refresh()
         if batch.forward_mode.is_extend():
             result = self._target_worker.forward_batch_generation(batch)
@@ -183,11 +187,10 @@ class LosslessWorker(BaseSpecWorker):
             return result
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
         plan = self._choice.next_round(len(lengths), sum(lengths) / len(lengths))
-        self._in_flight.append((plan, batch.reqs[:]))
         sources = None
         if self._histories is not None:
-            # The rounds in flight may have written more than the host knows.
-            longest = max(lengths) + (1 + len(self._in_flight)) * self._width
+            # The rounds in flight and these may write more than the host knows.
+            longest = max(lengths) + (2 + len(self._in_flight)) * self._width
             sources = self._histories.sources(batch.reqs, longest)
         requests = Requests(
             batch.req_pool_indices,
@@ -198,6 +201,13 @@ class LosslessWorker(BaseSpecWorker):
             sources,
         )
         passed, outcome, written = self._round(requests, plan)
+        first = None
+        if self._goes_on(batch, plan) and passed.routed_experts_output is None:
+            first = outcome.accepted.to("cpu", non_blocking=True)
+            requests = _after(requests, outcome, written)
+            passed, outcome, last = self._round(requests, plan)
+            written = written.followed_by(last)
+        self._in_flight.append((plan, batch.reqs[:], first))
         if on_publish is not None:
             on_publish(written.lengths)
         tokens = written.tokens.view(-1)
@@ -208,17 +218,33 @@ class LosslessWorker(BaseSpecWorker):
             next_token_ids=tokens,
             accept_lens=written.counts,
             next_draft_input=RoundState(outcome.bonus, written.lengths),
-            speculative_output_stride=plan.rows,
+            speculative_output_stride=written.tokens.shape[1],
+            num_non_draft_tokens_per_req=1 if first is None else 2,
             new_seq_lens=written.lengths,
             can_run_cuda_graph=passed.can_run_graph,
             routed_experts_output=passed.routed_experts_output,
         )
+
+    def _goes_on(self, batch: "ScheduleBatch", plan: Plan) -> bool:
+        """Whether a second narrow round follows without a return to SGLang's loop, which takes the
+        host as long as a round takes the device in a small model. Both write no more tokens than a
+        wide round, for which SGLang has allocated slots."""
+        waits = batch.seq_lens_cpu is not None and batch.req_pool_indices.is_cuda
+        return 1 < plan.rows <= self._width // 2 and not (waits or batch.return_logprob)
 
     def _round(self, requests: Requests, plan: Plan) -> Result:
         return run_round(self._passes, self._histories, requests, plan, self._accept)
 
     def _accept(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
         return drafts.verify(logits)
+
+
+def _after(requests: Requests, outcome: Outcome, written: Written) -> Requests:
+    """The same requests in the next round."""
+    known = requests.committed_cpu
+    if known is not None:
+        known = known + written.counts.cpu()
+    return requests._replace(committed=written.lengths, committed_cpu=known, latest=outcome.bonus)
 
 
 def _few(lengths: list[int]) -> list[int]:
