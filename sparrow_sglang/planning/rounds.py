@@ -43,6 +43,12 @@ def plans(most: int, looks_up: bool) -> list[Plan]:
     ]
 
 
+def runs_twice(plan: Plan, most: int) -> bool:
+    """Whether a second such round follows without a return to SGLang's loop. Together they write no
+    more tokens than a round of `most` rows, for which SGLang allocates slots."""
+    return 1 < plan.rows <= most // 2
+
+
 def expected_tokens(plan: Plan, sparse: float, lookups: Sequence[float]) -> float:
     """Tokens of a round whose sparse drafts are accepted with probability `sparse` each, and those
     looked up with `lookups` by their place, if all before them are (arXiv 2211.17192)."""

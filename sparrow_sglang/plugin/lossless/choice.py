@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparrow_sglang.planning.rounds import DENSE, Plan, expected_tokens, plans
+from sparrow_sglang.planning.rounds import DENSE, Plan, expected_tokens, plans, runs_twice
 
 GAIN = 1.03
 """Rounds draft only where tokens per second rise by this factor."""
@@ -17,6 +17,9 @@ PROBE_ROUNDS = 64
 """A kind of draft that so many rounds have not tried is tried in the next, if it would pay."""
 GOOD_ACCEPTANCE, GOOD_LOOKUPS = 0.95, 0.5
 """Acceptances of a sparse draft and of a token looked up, at which such a probe has to pay."""
+_LOOP_S, _LAUNCH_S = 2.2e-3, 1e-3
+"""Seconds that the host of an H200 needs for SGLang's loop, and to launch a round: no round of a
+small model takes less, however short it is on the device."""
 # Until measured, the acceptances, each counted as so many drafts.
 _PRIOR, _PRIOR_LOOKUPS, _PRIOR_DRAFTS = 0.9, 0.45, 16.0
 _WINDOW = 200.0
@@ -49,7 +52,8 @@ class RoundTimes:
 
     @lru_cache(maxsize=1)  # noqa: B019
     def at(self, batch: float, length: float) -> dict[Plan, float]:
-        """Seconds of rounds of `batch` requests with a mean of `length` tokens."""
+        """Seconds of rounds of `batch` requests with a mean of `length` tokens: as measured, and no
+        less than the host needs."""
         by_batch = [
             [np.interp(length, lengths, of_plan) for of_plan in seconds]
             for lengths, *seconds in self._columns
@@ -58,11 +62,13 @@ class RoundTimes:
         by_rows: defaultdict[int, dict[int, float]] = defaultdict(dict)
         for plan, seconds in zip(self.measured(self.plans), known, strict=True):
             by_rows[plan.rows][plan.drafts] = seconds
-        return {
-            plan: float(np.interp(plan.drafts, list(of_rows), list(of_rows.values())))
-            for plan in self.plans
-            for of_rows in [by_rows[plan.rows]]
-        }
+        least: dict[Plan, float] = {}
+        for plan in self.plans:
+            of_rows, most = by_rows[plan.rows], self.plans[-1].rows
+            on_device = float(np.interp(plan.drafts, list(of_rows), list(of_rows.values())))
+            on_host = _LOOP_S / (1 + runs_twice(plan, most)) + _LAUNCH_S
+            least[plan] = max(on_device, on_host)
+        return least
 
     def summary(self) -> str:
         """From which lengths on drafts pay, in one line, by batch size."""

@@ -16,7 +16,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.planning.rounds import Plan
+from sparrow_sglang.planning.rounds import Plan, runs_twice
 from sparrow_sglang.plugin.lossless.choice import RoundChoice, RoundTimes
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Requests, Written
 from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
@@ -226,11 +226,10 @@ class LosslessWorker(BaseSpecWorker):
         )
 
     def _goes_on(self, batch: "ScheduleBatch", plan: Plan) -> bool:
-        """Whether a second narrow round follows without a return to SGLang's loop, which takes the
-        host as long as a round takes the device in a small model. Both write no more tokens than a
-        wide round, for which SGLang has allocated slots."""
+        """Whether a second round follows without a return to SGLang's loop, which takes the host
+        as long as a round takes the device in a small model."""
         waits = batch.seq_lens_cpu is not None and batch.req_pool_indices.is_cuda
-        return 1 < plan.rows <= self._width // 2 and not (waits or batch.return_logprob)
+        return runs_twice(plan, self._width) and not (waits or batch.return_logprob)
 
     def _round(self, requests: Requests, plan: Plan) -> Result:
         return run_round(self._passes, self._histories, requests, plan, self._accept)

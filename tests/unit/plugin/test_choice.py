@@ -64,6 +64,18 @@ def test_kinds_of_rounds() -> None:
     assert plans(2, looks_up=True) == [DENSE, Plan(0, 1, 2), Plan(1, 0, 2)]
 
 
+def test_the_host_is_the_limit_of_small_models() -> None:
+    """By the device's times of a 1.5B model at one request all rounds take about as long; two
+    narrow ones share a turn of SGLang's loop, as the host does not."""
+    verifications = {1: 1.85e-3, NARROW: 2.1e-3, WIDTH: 2.15e-3}
+    times = times_of({1024: {p: 2e-3 * p.drafts + verifications[p.rows] for p in PLANS}})
+    at = times.at(1, 1024)
+    assert at[DENSE] == at[Plan(0, 8, WIDTH)] > 3e-3
+    assert best(at, 0.9, [0.5] * (WIDTH - 1)) == Plan(0, NARROW - 1, NARROW)
+    # A large model's are limited by the device.
+    assert times_of({1024: LONG}).at(1, 1024) == pytest.approx(LONG)
+
+
 def test_expected_tokens() -> None:
     assert expected_tokens(DENSE, 0.9, [0.5]) == 1
     # 1 + 0.9 + 0.9^2 + 0.9^2 * 0.5 + 0.9^2 * 0.5 * 0.4
