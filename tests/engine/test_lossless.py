@@ -458,7 +458,7 @@ def test_what_was_written_before_is_drafted(sharp_llama: str, schedule_file: str
         [first], alone = answers(prompt)
         [second], after = answers(prompt)
         together, beside = answers(prompt, prompt, prompt)
-    assert alone < 3 < 3.8 < min(after, beside)
+    assert alone < 3 < 3.8 < min(after, beside) <= 4
     assert [first] * 4 == [second, *together]
 
 
