@@ -229,20 +229,11 @@ def _written(draft: Path, folder: Path) -> Iterator[None]:
     except (Exception, dcp.api.CheckpointException) as error:
         files = [path for path in draft.rglob("*") if path.is_file()]
         last = max(files, key=os.path.getmtime, default=draft)
-        why = _why_full(last) if files else None
+        free = shutil.disk_usage(draft.parent).free / 2**20
         raise OSError(
-            f"{folder / last.relative_to(draft)} cannot be written ({why or _reason(error)})"
+            f"{folder / last.relative_to(draft)} cannot be written ({_reason(error)};"
+            f" {free:,.0f} MiB are free there)"
         ) from error
-
-
-def _why_full(file: Path) -> str | None:
-    """Why the file of a draft cannot grow, as on a full disk; None if it can."""
-    try:
-        with open(file, "ab") as grown:
-            grown.write(bytes(2**20))
-    except OSError as error:
-        return f"{error.strerror}; {shutil.disk_usage(file).free / 2**20:,.0f} MiB are free there"
-    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -31,8 +31,6 @@ class ServerState:
         released: tags of the memory that is currently released.
         resuming: held while memory is resumed.
         weight_update: held open between SGLang's calls that begin and end an update of weights.
-        has_prefixes: whether requests have arrived since the prefix cache was emptied.
-        has_old_prefixes: whether weights have been updated since, too.
         measures_dense: whether `control.measure_once` times steps or rounds.
         measuring: the task that does so, once the first request has arrived.
         dense_tokens: what it measured, the least `dense_tokens` of the active schedule.
@@ -45,8 +43,6 @@ class ServerState:
     released: set[str] = field(default_factory=set)
     resuming: asyncio.Lock = field(default_factory=asyncio.Lock)
     weight_update: AsyncExitStack | None = None
-    has_prefixes: bool = False
-    has_old_prefixes: bool = False
     mode: "Mode" = field(kw_only=True)
     measures_dense: bool = False
     measuring: asyncio.Task[None] | None = None

@@ -64,8 +64,7 @@ async def load_adapter(
     requests are paused; the adapter of that name is then unchanged. Also if SGLang refuses."""
     from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
-    state = require_server_state(manager)
-    if problem := _problem(manager, state, name):
+    if problem := _problem(manager, require_server_state(manager), name):
         raise ControlError(problem)
     rank = check_config(config)
     shapes = await asyncio.to_thread(module_shapes, manager.model_config.hf_config)
@@ -81,7 +80,6 @@ async def load_adapter(
     await call_schedulers(manager, _ROOM, room)
     async with idle(manager, f"loading adapter {name!r}"):
         await flush(manager)
-        state.has_prefixes = state.has_old_prefixes = False
         former = name in manager.lora_registry.get_all_adapters()
         if former:
             # SGLang refuses to load an adapter under a name that is in use.

@@ -57,8 +57,6 @@ async def flush_cache(
                 await flush(manager, timeout_s)
             except ControlError as error:
                 answer.success, answer.message = False, str(error)
-    if answer.success:
-        state.has_prefixes = state.has_old_prefixes = False
     return answer
 
 
@@ -66,10 +64,7 @@ async def flush_cache(
 async def check_weights(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
     """SGLang's check may also overwrite the weights."""
     async with _without_scores(state, new_weights=True):
-        answer = await call()
-        if request.action.startswith("reset"):
-            state.has_old_prefixes |= state.has_prefixes
-        return answer
+        return await call()
 
 
 @_hook
@@ -86,10 +81,6 @@ async def update_weights(call: Call, manager: Any, state: ServerState, request: 
         async with _without_scores(state, new_weights=True):
             await _require_no_old_kv(manager, request)
             answer = await call()
-            if answer[0] and request.flush_cache:
-                state.has_prefixes = state.has_old_prefixes = False
-            if not answer[1].startswith(REFUSED):
-                state.has_old_prefixes |= state.has_prefixes
     except ControlError as error:
         answer = False, f"{REFUSED}{error}"
         # The answer to an update from disk has one number more.
@@ -142,9 +133,7 @@ async def begin_weight_update(call: Call, manager: Any, state: ServerState, requ
 
 @_hook
 async def end_weight_update(call: Call, manager: Any, state: ServerState, request: Any) -> Any:
-    """Weights may have arrived past all calls, by RDMA."""
     answer = await call()
-    state.has_old_prefixes |= state.has_prefixes
     if answer[0] and state.weight_update is not None:
         session, state.weight_update = state.weight_update, None
         await session.aclose()

@@ -66,14 +66,6 @@ def check_request(
     )
     if state.released:
         raise RequestError(state.released_message())
-    if state.has_old_prefixes:
-        # Once for each update.
-        state.has_old_prefixes = False
-        logger.warning(
-            "requests take KV of the old weights out of the prefix cache: call /flush_cache after"
-            " an update"
-        )
-    state.has_prefixes = True
     if getattr(request, "lora_id", None) is not None and not original.lora_path:
         raise RequestError(
             f"lora_id={quoted(request.lora_id)}: expected an adapter's name in lora_path instead"
