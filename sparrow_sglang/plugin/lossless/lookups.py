@@ -98,9 +98,13 @@ class Histories:
             flat = self._to_device(np.concatenate([text for _, text in texts]))
             for row, part in zip(texts, flat.split([len(text) for _, text in texts]), strict=True):
                 self.tokens[row[0], : len(part)] = part
-        histories, known_tokens = self._to_device(np.array([rows, totals]))
-        none = torch.zeros_like(known_tokens)
-        self.record(histories, known_tokens - 1, next_tokens.reshape(-1, 1), none)
+        self._follow(np.array([rows, totals]), next_tokens)
+
+    def _follow(self, known: np.ndarray, next_tokens: torch.Tensor) -> None:
+        """Histories `known[0]` of `known[1]` tokens are followed by these [B]."""
+        histories, totals = self._to_device(known)
+        none = torch.zeros_like(totals)
+        self.record(histories, totals - 1, next_tokens.reshape(-1, 1).long(), none)
 
     def _evict(self) -> int:
         row, known = next(iter(self._known.items()))
@@ -134,8 +138,9 @@ class Histories:
 
     def timed(self, requests: int, tokens: int) -> Sources:
         """Sources of requests of `tokens` tokens each, to time a round. `clear` forgets them."""
-        self.lengths[:requests] = tokens
         rows = np.arange(requests)
+        known = np.stack([rows, np.full_like(rows, tokens - 1)])
+        self._follow(known, self.lengths.new_zeros(requests))
         table = self._to_device(np.column_stack([rows, np.zeros_like(rows), *[rows] * 8]))
         return Sources(table[:, 0], table[:, 2:], table[:, 1], tokens)
 

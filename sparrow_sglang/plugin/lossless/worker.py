@@ -255,7 +255,7 @@ def _greedy(requests: int, device: Any) -> Any:
     """What greedy requests have of a `SamplingBatchInfo`."""
     return SimpleNamespace(
         temperatures=torch.ones(requests, 1, device=device),
-        top_ks=torch.ones(requests, dtype=torch.int64, device=device),
+        top_ks=torch.ones(requests, dtype=torch.int32, device=device),
         is_all_greedy=True,
         is_any_greedy=True,
     )

@@ -1,0 +1,91 @@
+"""No kernel of a lossless round is compiled while requests run: what a batch changes is no constant
+of a kernel. Triton chooses variants as on an H100, and neither compiles nor launches them."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from frequencies import sampling
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sparrow_sglang.planning.rounds import plans
+from sparrow_sglang.plugin.lossless import round as rounds
+from sparrow_sglang.plugin.lossless import worker
+from sparrow_sglang.plugin.lossless.drafts import Outcome, Requests
+from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
+from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
+from sparrow_sglang.plugin.lossless.lookups import Sources
+
+VOCABULARY, WIDTH, LONGEST = 15_194, 9, 600
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels for which Triton has looked for a variant in vain."""
+    names = []
+
+    def compile_variant(kernel: Any, key: Any, _: Any, device: Any, *rest: Any) -> Any:
+        names.append(kernel.fn.__name__)
+        variant = SimpleNamespace(function=0, packed_metadata=0)
+        variant.launch_metadata = variant.run = lambda *_: None
+        kernel.device_caches[device][0][key] = variant
+        return variant
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_variant)
+    active = {"get_current_device": lambda: "none", "get_current_stream": lambda _: 0}
+    active["get_current_target"] = lambda: GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(**active))
+    return names
+
+
+def test_requests_meet_no_kernel_that_rounds_were_not_timed_with(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "Drafts", KernelDrafts)
+    histories = KernelHistories(64, LONGEST, "cpu")
+    table = torch.zeros(70, LONGEST, dtype=torch.int32)
+    runner = SimpleNamespace(spec_algorithm=None, kv_index_translator=SimpleNamespace())
+    runner.kv_index_translator.bind_own_plan = lambda _: None
+    passes: Any = SimpleNamespace(runner=runner, vocab_size=VOCABULARY, context_len=500)
+    passes.token_table, passes.of_first_rank = table, lambda tensor: tensor
+    passes.steps = passes.verification = lambda _: nullcontext()
+
+    def play(batch: int, info: Any, sources: Sources, first: int = 0) -> None:
+        # Tensors that are parts of others are aligned otherwise.
+        numbers = torch.zeros(4, 70, dtype=torch.int64)[:, first : first + batch]
+        rows, committed, latest, accepted = numbers
+        outcome = Outcome(accepted, latest)
+        for plan in plans(WIDTH, looks_up=True):
+            logits = torch.zeros(batch * plan.rows, VOCABULARY)
+            runner.forward = lambda pass_, logits=logits: SimpleNamespace(
+                logits_output=SimpleNamespace(next_token_logits=logits[: len(pass_.input_ids)])
+            )
+            requests = Requests(rows, committed, None, latest, info, sources)
+
+            def accept(drafts: Any, dense: torch.Tensor, outcome: Outcome = outcome) -> Outcome:
+                drafts.verify(dense)
+                return outcome
+
+            rounds.run_round(passes, histories, requests, plan, accept)
+
+    play(1, worker._greedy(1, "cpu"), histories.timed(1, 100))
+    timed = sorted(compiled)
+    assert set(timed) > {"begin_kernel", "_sample_kernel", "_accept_kernel", "end_kernel"}
+    # By the powers of two of tokens, if at all.
+    assert max(map(timed.count, timed)) <= 5
+    for batch, siblings, first in ((1, 1, 1), (2, 2, 3), (7, 14, 0), (16, 16, 5), (33, 3, 2)):
+        request = {}, {"temperature": 0.7}, {"top_k": 1}, {"top_p": 0.9}
+        of_batch = torch.zeros(batch, 2 + siblings, dtype=torch.int32)
+        sources = Sources(of_batch[:, 0], of_batch[:, 2:], of_batch[:, 1], 90 + batch)
+        play(batch, sampling(*(request * batch)[:batch]), sources, first)
+        reqs = [
+            SimpleNamespace(origin_input_ids=[1, 2], output_ids=[], rid=i) for i in range(batch)
+        ]
+        for req in reqs:
+            req.extra_key = req.cache_salt = None
+        histories.prefilled(reqs, torch.zeros(batch, dtype=torch.int32))
+    assert sorted(compiled) == timed
