@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,7 @@ def prepare_environment() -> None:
     others = sorted({path.stem for path in folder.glob("*.py")} - {"__init__", "llama"})
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
     os.environ |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+    warnings.simplefilter("ignore")
 
 
 def ask(engine: Any, prompt: str, num_tokens: int, dense: bool) -> Answer:
@@ -125,8 +127,9 @@ def demonstrate(folder: str, num_tokens: int, training: bool) -> None:
                 clock = Clock(run.log.progress)
                 train_step(run, step, roll_out(run, step, clock), clock)
             print(
-                "p05 acceptance: the tail of the acceptance rate; 0.86 is considered safe. A budget"
-                "\n  of 48 tokens is too small, so that such short responses leave something out"
+                "p05 acceptance: the tail of the acceptance rate; the Sparrow paper found training"
+                "\n  stable above 0.86. A budget of 48 tokens is below that, so that such short"
+                "\n  responses leave something out"
             )
         # No checkpoint is written.
         run.saved = run.state.step
@@ -151,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print("model: SmolLM2-135M-Instruct (half a minute at the first time)", flush=True)
         embedded_model()
-        print("starting the engine, which takes about half a minute", flush=True)
+        print("starting the engine, which takes half a minute or more", flush=True)
         with tempfile.TemporaryDirectory(prefix="sparrow-demo-") as folder:
             demonstrate(folder, args.tokens, not args.no_training)
     except ModelError as error:
