@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,9 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def _check_values(config: TrainConfig) -> None:
-    if config.logging.tensorboard and find_spec("tensorboard") is None:
-        raise InputError(
-            "logging.tensorboard=true: tensorboard is not installed; install sparrow-sglang[rl]"
-        )
+    if config.logging.tensorboard:
+        # Where it is missing, the run fails here and not once the weights are loaded.
+        import_module("tensorboard")
     if problem := path_problem(config.model.path):
         raise InputError(f'model.path={config.model.path!r}: {problem}, or "{EMBEDDED_MODEL_NAME}"')
     arguments = config.engine.server_args

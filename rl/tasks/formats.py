@@ -16,7 +16,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import quoted
+from sparrow_sglang.json_values import quoted, read_text
 from sparrow_sglang.rl.tasks.answers import last_box
 from sparrow_sglang.rl.tasks.code_tests import CHECKERS
 
@@ -58,16 +58,10 @@ def read_rows(path: Path) -> Iterator[Row]:
     if path.suffix not in KINDS:
         what = "it is a folder" if path.is_dir() else f"kind {path.suffix!r} is not read"
         raise InputError(f"{path}: {what}; expected {' or '.join(KINDS)}, or hf:NAME")
-    try:
-        if path.suffix == ".parquet":
-            yield from _parquet_rows(path)
-            return
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text; expected one JSON object per line") from None
-    for number, line in enumerate(lines, 1):
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -93,20 +87,16 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             yield f"{path} row {number}", number, row
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{path}: not a Parquet file ({error})") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
 
 
 def _dataset_rows(address: str) -> Iterator[Row]:
     parts = _DATA_SET.fullmatch(address)
     if parts is None:
         raise InputError(f"{address}: expected hf:NAME, hf:NAME:CONFIG, or either with @SPLIT")
-    try:
-        import datasets
-    except ImportError:
-        raise InputError(
-            f"{address}: the package datasets is not installed; install sparrow-sglang[data]"
-        ) from None
+    import datasets
+
     name, split = parts["name"], parts["split"] or "train"
     folder = Path(name)
     try:

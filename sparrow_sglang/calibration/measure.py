@@ -86,7 +86,7 @@ def measure(
     engine: Any, samples: Sequence[Sample], work: WorkFolder, batch: int, progress: Progress
 ) -> None:
     """Measure the samples that `work` does not hold yet, at most `batch` at a time. Raises
-    `CalibrationError` if the engine dies or refuses, or the disk is full. Whatever ends the
+    `CalibrationError` if the engine dies or refuses, `OSError` on a full disk. Whatever ends the
     measurement, finished samples are kept."""
     endpoint = EngineEndpoint(engine)
     done = work.load().keys()

@@ -49,8 +49,7 @@ def write_schedules(job: Job, cost: Mapping[str, float]) -> Iterator[str]:
         except CalibrationError as error:
             failures.append(str(error))
             continue
-        with job.work.writing(path):
-            schedule.save(path)
+        schedule.save(path)
         bins = _table(schedule.provenance["bins"], schedule.bin_tokens, "basis")
         yield f"{path} (target {target})\n{bins}\n"
     if failures:
@@ -65,8 +64,7 @@ def write_check(job: Job) -> list[dict[str, Any]]:
         check_schedule(schedule, target, measured.get(schedule.name, []), job.options.min_tokens)
         for schedule, target in zip(job.under, job.targets, strict=True)
     ]
-    with job.work.writing(job.out):
-        write_json(job.out, {"checks": reports, **job.origin(), "settings": job.settings})
+    write_json(job.out, {"checks": reports, **job.origin(), "settings": job.settings})
     return reports
 
 

@@ -4,8 +4,7 @@ whole or not at all, so a killed run resumes where it stopped."""
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from sparrow_sglang.atomic_write import replacing, write_json
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration.prompts import Prompt
-from sparrow_sglang.json_values import quoted
+from sparrow_sglang.json_values import quoted, read_object
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 SETTINGS = "settings.json"
@@ -76,21 +75,15 @@ def plan_samples(
 
 class WorkFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Raises `CalibrationError` on a folder of other settings, or that cannot be written."""
+        """Raises `InputError` on a folder of other settings, `OSError` if it cannot be written."""
         self.path = path
         target = path / SETTINGS
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            stored = json.loads(target.read_text("utf-8")) if target.exists() else None
-        except (OSError, ValueError) as error:
-            raise CalibrationError(
-                f"--work {path}: {error}; expected a new folder, or one of the same command"
-            ) from None
+        path.mkdir(parents=True, exist_ok=True)
+        stored = read_object(target, "settings of a calibration") if target.exists() else None
         current = json.loads(json.dumps(settings))
         # A command that failed before it measured anything may be corrected.
         if stored is None or not any(path.glob(_BATCHES)):
-            with self.writing(target):
-                write_json(target, current)
+            write_json(target, current)
             return
         for key in sorted(current.keys() | stored.keys()):
             if current.get(key) != stored.get(key):
@@ -112,7 +105,7 @@ class WorkFolder:
         return finished
 
     def add(self, finished: Mapping[int, Tokens]) -> None:
-        """Append a batch, durable when this returns. Raises `CalibrationError` on a full disk."""
+        """Append a batch, durable when this returns. Raises `OSError` on a full disk."""
         import pyarrow
         from pyarrow import parquet
 
@@ -125,7 +118,7 @@ class WorkFolder:
         prompts = json.dumps({number: tokens.prompt for number, tokens in finished.items()})
         table = pyarrow.table(columns).replace_schema_metadata({_SAMPLES_KEY: prompts.encode()})
         target = self.path / f"batch-{min(finished):08d}.parquet"
-        with self.writing(target), replacing(target) as draft:
+        with replacing(target) as draft:
             parquet.write_table(table, draft)
 
     def by_schedule(self, samples: Sequence[Sample]) -> dict[str, list[Tokens]]:
@@ -135,17 +128,6 @@ class WorkFolder:
             if sample.number in finished:
                 measured[sample.schedule.name].append(finished[sample.number])
         return measured
-
-    @contextmanager
-    def writing(self, target: Path) -> Iterator[None]:
-        """Raise `CalibrationError` if the block cannot write `target`, as on a full disk."""
-        try:
-            yield
-        except OSError as error:
-            raise CalibrationError(
-                f"cannot write {target} ({error.strerror or error}): make room and repeat the"
-                f" command; the measurements are kept in {self.path}"
-            ) from None
 
 
 def _read_batch(path: Path) -> dict[int, Tokens]:

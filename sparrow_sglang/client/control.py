@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.client.endpoint import connect
+from sparrow_sglang.json_values import read_object
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ def push_adapter(
             and lora_B [out, r] of each module, floating-point, under PEFT's names.
         config: the fields of adapter_config.json; needed with tensors, not allowed with a folder.
 
-    Raises `ValueError` if the folder cannot be read, or `config` is missing or given beside one;
-    `EndpointError` if the server refused, before it touches a former adapter, or is down.
+    Raises `ValueError` or `OSError` if the folder cannot be read, `ValueError` if `config` is
+    missing or given beside one; `EndpointError` if the server refused, before it touches a former
+    adapter, or is down.
     """
     from safetensors.torch import save
 
@@ -97,19 +99,8 @@ def push_adapter(
         # PEFT's config in memory holds sets.
         fields, weights = json.loads(json.dumps(dict(config or {}), default=sorted)), save(copies)
     else:
-        fields, weights = _read(Path(adapter))
+        fields = read_object(Path(adapter, CONFIG_FILE), "PEFT's config of an adapter")
+        weights = Path(adapter, WEIGHTS_FILE).read_bytes()
     connect(target, api_key).call_sparrow(
         "adapter", name=name, config=fields, tensors=base64.b64encode(weights).decode("ascii")
     )
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
-    try:
-        fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        weights = (folder / WEIGHTS_FILE).read_bytes()
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"adapter={str(folder)!r} cannot be read ({error}): expected a folder with"
-            f" {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained writes them"
-        ) from None
-    return fields, weights

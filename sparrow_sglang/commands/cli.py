@@ -70,7 +70,7 @@ examples:
 16x32768 means 16 sequences of 32768 cached tokens each. Each benchmark has a --help.
 """
 
-INSTALL = "pip install sparrow-sglang installs all that it requires"
+INSTALL = "pip install sparrow-sglang[rl,data,report] installs all that it requires"
 BENCHMARKS = ("step", "rollout", "attention", "distill", "all")
 # Each is a module of this folder, which is imported only when the command is used.
 COMMANDS = {

@@ -3,7 +3,6 @@
 
 import argparse
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out: Path | None = args.out
     if len(args.paths) == 1 and (rows := _bench_rows(args.paths[0], "finished_s")):
-        _require_packages()
         out = out or Path("rollout.svg")
         _require_suffix(out, ".svg", "a figure of a rollout")
         write_text(out, rollout_figure(rows))
@@ -70,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
         text = json.dumps(comparison, indent=1, ensure_ascii=False)
         print(comparison_table(comparison))
     else:
-        _require_packages()
         out = out or Path("report.html")
         _require_suffix(out, ".html", "a page")
         more = f" and {len(args.paths) - 1} more" if args.paths[1:] else ""
@@ -92,12 +89,6 @@ def _bench_rows(path: Path, measured: str) -> list[dict[str, Any]]:
         return [row | origin for row in content["rows"] if measured in row]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
-
-
-def _require_packages() -> None:
-    for name in ("matplotlib", "jinja2"):
-        if find_spec(name) is None:
-            raise ReportError(f"{name} is not installed; install sparrow-sglang[report]")
 
 
 def _require_suffix(out: Path | None, suffix: str, what: str) -> None:

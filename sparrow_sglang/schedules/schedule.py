@@ -281,11 +281,7 @@ class BudgetSchedule(BaseModel):
     def fixed(cls, tokens: int, page_size: int = PAGE_SIZE, **fields: Any) -> "BudgetSchedule":
         """fixed-<tokens>; `fields` are further ones of the schedule."""
         fields |= {"page_size": page_size, "bin_tokens": page_size, "budget_tokens": (tokens,)}
-        name = f"fixed-{tokens}"
-        try:
-            return cls(name=name, **fields)
-        except ScheduleError as error:
-            raise ScheduleError(f"schedule {name}: {error}") from None
+        return cls(name=f"fixed-{tokens}", **fields)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "BudgetSchedule":

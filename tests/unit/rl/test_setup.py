@@ -24,7 +24,7 @@ SHORT = "rollout = { max_new_tokens = 99 }\n"
     ("text", "field"),
     [
         ('model = { path = "/nowhere" }', "model.path='/nowhere'"),
-        ('engine = { schedule = "fixed-50" }', "fixed-50"),
+        ('engine = { schedule = "fixed-50" }', "engine.schedule: budget_tokens[0]=50"),
         ("rollout = { max_prompt_tokens = 3 }", "rollout.max_prompt_tokens=3"),
         ("rollout = { max_new_tokens = 9999 }", "max_new_tokens=9999"),
         (
