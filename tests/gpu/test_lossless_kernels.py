@@ -239,6 +239,11 @@ def test_the_begin_and_the_end_of_a_round(device: str, plan: Plan, batch: int) -
         outcome = reference.Outcome(accepted.to(where), bonus.to(where))
         written = drafts.end(outcome, histories)
         assert torch.equal(drafts.end(outcome, None).tokens, written.tokens)
+        # Behind a round before it.
+        counts = torch.tensor([plan.rows, 1, 2], dtype=torch.int32)[:batch].clamp(max=plan.rows)
+        tokens = torch.arange(40, 40 + batch * plan.rows).view(batch, -1)
+        before = reference.Written(tokens.to(where), counts.to(where), written.lengths)
+        written = *written, *drafts.end(outcome, histories, before)
         text = histories.tokens, histories.lengths
         results.append([part.cpu() for part in (*begun, *drafts.by_request(), *written, *text)])
     for kernel, torch_result in zip(*results, strict=True):

@@ -190,14 +190,18 @@ class Drafts:
         p = distribution(logits[:, : count + 1], self.info)
         return accept(self.tokens[1 : count + 1].T, self.ids.long(), self.q, p)
 
-    def end(self, outcome: Outcome, histories: Histories | None) -> Written:
-        """What the round has written, which `histories` know from now on."""
+    def end(
+        self, outcome: Outcome, histories: Histories | None, before: Written | None = None
+    ) -> Written:
+        """What the round has written, which `histories` know from now on, behind what one `before`
+        it has, of as many rows."""
         accepted, bonus = outcome
         committed, sources = self.requests.committed, self.requests.sources
         tokens = self.tokens.T.roll(-1, 1).scatter_(1, accepted[:, None], bonus[:, None])
         if histories is not None and sources is not None:
             histories.record(sources.histories, committed, tokens, accepted)
-        return Written(tokens, (accepted + 1).int(), committed + accepted + 1)
+        written = Written(tokens, (accepted + 1).int(), committed + accepted + 1)
+        return written if before is None else before.followed_by(written)
 
 
 def accept(tokens: torch.Tensor, ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> Outcome:

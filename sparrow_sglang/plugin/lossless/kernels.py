@@ -316,10 +316,15 @@ class KernelDrafts(Drafts):
         )
         return Outcome(accepted, bonus)
 
-    def end(self, outcome: Outcome, histories: Histories | None) -> Written:
+    def end(
+        self, outcome: Outcome, histories: Histories | None, before: Written | None = None
+    ) -> Written:
         committed, sources = self.requests.committed, self.requests.sources
         batch, count, device = len(committed), self.plan.rows, committed.device
-        tokens = torch.empty(batch, count, dtype=torch.int64, device=device)
+        earlier: Sequence[Any] = self._rows, self._arrived, 0
+        if before is not None:
+            earlier = before.tokens, before.counts, before.tokens.shape[1]
+        tokens = torch.empty(batch, earlier[2] + count, dtype=torch.int64, device=device)
         written = Written(tokens, torch.empty_like(self._arrived), torch.empty_like(committed))
         history: Sequence[Any] = self._arrived, 0, self._arrived, 0, self._arrived
         record = histories is not None and sources is not None
@@ -327,9 +332,10 @@ class KernelDrafts(Drafts):
             texts, rows = histories.tokens, sources.histories
             history = rows, rows.stride(0), texts, texts.stride(0), histories.lengths
         end_kernel[(batch,)](
-            *(self._rows, *self._strides, count, *outcome, committed, *written, *history),
+            *(self._rows, *self._strides, count, *outcome, committed),
+            *(*earlier, *written, *history),
             RECORD=record,
-            WIDTH=triton.next_power_of_2(count),
+            WIDTH=triton.next_power_of_2(2 * count),
             num_warps=1,
         )
         return written

@@ -27,11 +27,16 @@ Accept = Callable[[Drafts, torch.Tensor], Outcome]
 
 
 def run_round(
-    passes: "Passes", histories: Histories | None, requests: Requests, plan: Plan, accept: Accept
+    passes: "Passes",
+    histories: Histories | None,
+    requests: Requests,
+    plan: Plan,
+    accept: Accept,
+    before: Written | None = None,
 ) -> Result:
-    """One round. KV of tokens past the accepted ones stays in slots that the requests own, and the
-    next round overwrites it: it verifies as many rows from the new latest token on, and no pass
-    reads past its own tokens."""
+    """One round, after the one `before` if the host has not returned to SGLang since. KV of tokens
+    past the accepted ones stays in slots that the requests own, and the next round overwrites it:
+    it verifies as many rows from the new latest token on, and no pass reads past its own tokens."""
     rows, committed, known, latest, _, sources = requests
     drafts = (KernelDrafts if latest.is_cuda else Drafts)(requests, plan, passes)
 
@@ -63,4 +68,4 @@ def run_round(
 
     # Accept.
     outcome = Outcome(*map(passes.of_first_rank, accept(drafts, logits)))
-    return Result(passed, outcome, drafts.end(outcome, histories))
+    return Result(passed, outcome, drafts.end(outcome, histories, before))

@@ -47,7 +47,9 @@ def begin_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["tokens_request", "tokens_row", "count", "table_stride", "longest"],
+    do_not_specialize=[
+        *("tokens_request", "tokens_row", "count", "before_rows", "table_stride", "longest")
+    ],
     do_not_specialize_on_alignment=["accepted", "bonus", "committed", "histories"],
 )
 def end_kernel(
@@ -58,6 +60,9 @@ def end_kernel(
     accepted: tl.tensor,
     bonus: tl.tensor,
     committed: tl.tensor,
+    before: tl.tensor,
+    before_counts: tl.tensor,
+    before_rows: tl.tensor,
     out: tl.tensor,
     counts: tl.tensor,
     lengths: tl.tensor,
@@ -69,20 +74,25 @@ def end_kernel(
     RECORD: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Program (request) writes what a round has written, and appends it to a history."""
+    """Program (request) writes what a round has written, behind what the one before it has, and
+    appends it to a history."""
     request = tl.program_id(0)
-    number = tl.arange(0, WIDTH)
-    mask = number < count
+    column = tl.arange(0, WIDTH)
+    earlier = tl.load(before_counts + request, mask=before_rows > 0, other=0)
+    number = column - earlier
+    is_new = (number >= 0) & (number < count)
     of_request = tokens + request * tokens_request
-    token = tl.load(of_request + (number + 1) % count * tokens_row, mask=mask, other=0)
+    token = tl.load(of_request + (number + 1) % count * tokens_row, mask=is_new, other=0)
     last = tl.load(accepted + request)
     token = tl.where(number == last, tl.load(bonus + request), token)
-    tl.store(out + request * count + number, token, mask=mask)
-    tl.store(counts + request, (last + 1).to(tl.int32))
+    rows = before_rows + count
+    token += tl.load(before + request * before_rows + column, mask=column < earlier, other=0)
+    tl.store(out + request * rows + column, token, mask=column < rows)
+    tl.store(counts + request, (earlier + last + 1).to(tl.int32))
     length = tl.load(committed + request).to(tl.int64) + last + 1
     tl.store(lengths + request, length)
     if RECORD:
         history = tl.load(histories + request * table_stride).to(tl.int64)
         at = texts + history * longest + length - last + number
-        tl.store(at, token.to(tl.int32), mask=mask)
+        tl.store(at, token.to(tl.int32), mask=is_new)
         tl.store(known + history, (length + 1).to(tl.int32))

@@ -205,8 +205,7 @@ class LosslessWorker(BaseSpecWorker):
         if self._goes_on(batch, plan) and passed.routed_experts_output is None:
             first = outcome.accepted.to("cpu", non_blocking=True)
             requests = _after(requests, outcome, written)
-            passed, outcome, last = self._round(requests, plan)
-            written = written.followed_by(last)
+            passed, outcome, written = self._round(requests, plan, written)
         self._in_flight.append((plan, batch.reqs[:], first))
         if on_publish is not None:
             on_publish(written.lengths)
@@ -231,8 +230,8 @@ class LosslessWorker(BaseSpecWorker):
         waits = batch.seq_lens_cpu is not None and batch.req_pool_indices.is_cuda
         return runs_twice(plan, self._width) and not (waits or batch.return_logprob)
 
-    def _round(self, requests: Requests, plan: Plan) -> Result:
-        return run_round(self._passes, self._histories, requests, plan, self._accept)
+    def _round(self, requests: Requests, plan: Plan, before: Written | None = None) -> Result:
+        return run_round(self._passes, self._histories, requests, plan, self._accept, before)
 
     def _accept(self, drafts: Drafts, logits: torch.Tensor) -> Outcome:
         return drafts.verify(logits)

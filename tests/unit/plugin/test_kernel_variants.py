@@ -54,7 +54,7 @@ def test_requests_meet_no_kernel_that_rounds_were_not_timed_with(
     passes.token_table, passes.of_first_rank = table, lambda tensor: tensor
     passes.steps = passes.verification = lambda _: nullcontext()
 
-    def play(batch: int, info: Any, sources: Sources, first: int = 0) -> None:
+    def play(batch: int, info: Any, sources: Sources, first: int = 0, turns: int = 1) -> None:
         # Tensors that are parts of others are aligned otherwise.
         numbers = torch.zeros(4, 70, dtype=torch.int64)[:, first : first + batch]
         rows, committed, latest, accepted = numbers
@@ -70,7 +70,10 @@ def test_requests_meet_no_kernel_that_rounds_were_not_timed_with(
                 drafts.verify(dense)
                 return outcome
 
-            rounds.run_round(passes, histories, requests, plan, accept)
+            written = None
+            for _ in range(turns):
+                one = passes, histories, requests, plan, accept, written
+                written = rounds.run_round(*one).written
 
     play(1, worker._greedy(1, "cpu"), histories.timed(1, 100))
     timed = sorted(compiled)
@@ -81,7 +84,7 @@ def test_requests_meet_no_kernel_that_rounds_were_not_timed_with(
         request = {}, {"temperature": 0.7}, {"top_k": 1}, {"top_p": 0.9}
         of_batch = torch.zeros(batch, 2 + siblings, dtype=torch.int32)
         sources = Sources(of_batch[:, 0], of_batch[:, 2:], of_batch[:, 1], 90 + batch)
-        play(batch, sampling(*(request * batch)[:batch]), sources, first)
+        play(batch, sampling(*(request * batch)[:batch]), sources, first, turns=2)
         reqs = [
             SimpleNamespace(origin_input_ids=[1, 2], output_ids=[], rid=i) for i in range(batch)
         ]
