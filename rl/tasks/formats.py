@@ -175,13 +175,12 @@ def _test_cases(value: Any) -> list[Any]:
         return []
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError:
-            try:
+            if not value.lstrip().startswith("["):
                 packed = zlib.decompress(base64.b64decode(value))
-                value = json.loads(_TextUnpickler(io.BytesIO(packed)).load())
-            except (ValueError, TypeError, zlib.error, pickle.UnpicklingError, EOFError) as error:
-                raise ValueError(f"private_test_cases cannot be decoded ({error})") from None
+                value = _TextUnpickler(io.BytesIO(packed)).load()
+            value = json.loads(value)
+        except (ValueError, TypeError, zlib.error, pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"test cases cannot be decoded ({error})") from None
     if not isinstance(value, list):
         raise ValueError(f"public_test_cases holds a {type(value).__name__}: expected a list")
     return value

@@ -217,13 +217,10 @@ def parse_server_args(arguments: Sequence[str]) -> "ServerArgs":
     Raises `ValueError` (`InputError`), `RuntimeError` or `OSError`."""
     full = list(arguments)
     if "--config" in full:
-        try:
-            # SGLang would put the file's flags in front of our defaults, which override them.
-            start = full.index("--log-level") + 2
-            merged = config_file_merger(_sglang_parser()).merge_config_with_args(full[start:])
-            full = full[:start] + merged
-        except ValueError as error:
-            raise InputError(f"--config: {error}") from error
+        # SGLang would put the file's flags in front of our defaults, which override them.
+        start = full.index("--log-level") + 2
+        merged = config_file_merger(_sglang_parser()).merge_config_with_args(full[start:])
+        full = full[:start] + merged
     model_path = _sglang_parser().parse_args(full).model_path
     from sglang.srt.server_args import prepare_server_args
 
