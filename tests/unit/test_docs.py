@@ -136,6 +136,14 @@ def test_settings_schedules_and_requests_are_valid() -> None:
         RequestOption.read(parameters["custom_params"], schedule)
 
 
+def test_results_and_schedules_name_no_folder_of_the_machine_that_made_them() -> None:
+    folders = ROOT / "benchmarks" / "results", ROOT / "sparrow_sglang" / "schedules"
+    files = [path for folder in folders for path in folder.rglob("*.json")]
+    own = re.compile(r"/(?:tmp|root|home|work|mnt|dev/shm)/")
+    assert len(files) > 50
+    assert [path.name for path in files if own.search(path.read_text("utf-8"))] == []
+
+
 def result_rows(name: str) -> list[dict[str, Any]]:
     path = ROOT / "benchmarks" / "results" / "h200" / f"{name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["rows"]
