@@ -117,9 +117,8 @@ def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:
     run.state.step += 1
     run.state.tokens += collected.tokens
     metrics = _metrics(run, collected, batch, advantages, acceptance, updated)
-    run.state.metrics = metrics | distilled | clock.metrics(collected.tokens)
     _log_responses(run, step, collected, acceptance.tails() if acceptance else {})
-    run.log.write(step, run.state.metrics)
+    run.log.write(step, metrics | distilled | clock.metrics(collected.tokens))
     # After the step, so that the checkpoint that is written on an error matches the metrics.
     if updated.skipped_in_a_row >= MAX_SKIPPED_STEPS:
         raise FloatingPointError(

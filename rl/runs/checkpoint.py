@@ -64,12 +64,10 @@ _OF_A_MIX = re.compile(r"^task\.options\.[^.]+\.")
 
 @dataclass
 class State:
-    """Where a run stands besides its weights. `metrics` are those of its last step. `tokens` counts
-    response tokens sampled; `prompts` is the fingerprint of the training prompts. `lowest_rewards`
-    are those of each task, at most 0."""
+    """Where a run stands besides its weights. `tokens` counts response tokens sampled; `prompts` is
+    the fingerprint of the training prompts. `lowest_rewards` are those of each task, at most 0."""
 
     step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     prompts: str = ""
     lowest_rewards: dict[str, float] = field(default_factory=dict)

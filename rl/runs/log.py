@@ -54,10 +54,7 @@ class RunLog:
     `first` and later, which a killed run wrote after its last checkpoint, are dropped. An
     evaluation of the weights that the run resumes from is kept until they are evaluated again."""
 
-    def __init__(
-        self, config: TrainConfig, first: int, last: Mapping[str, float] | None = None
-    ) -> None:
-        """`last` are metrics of step `first` - 1, which a full disk may have kept from the file."""
+    def __init__(self, config: TrainConfig, first: int) -> None:
         self._path = config.run_dir / METRICS_FILE
         self._steps = config.steps
         self._dense = config.engine.schedule == DENSE
@@ -69,8 +66,6 @@ class RunLog:
         _drop_rows(self._path.with_name(RESPONSES_FILE), first, first)
         _drop_rows(self._path.with_name(EVALUATIONS_FILE), first, evaluations)
         self._path.touch()
-        if last and first - 1 not in recorded_steps(config.run_dir):
-            self.append(METRICS_FILE, first - 1, [last])
         self._tensorboard: Any = None
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter

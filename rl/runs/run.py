@@ -202,7 +202,7 @@ def open_run(config: TrainConfig, setup: Setup, resume: bool) -> Iterator[Run]:
             state.lowest_rewards,
         )
         opened.enter_context(reward_workers)
-        log = opened.enter_context(closing(RunLog(config, taken, state.metrics)))
+        log = opened.enter_context(closing(RunLog(config, taken)))
         for note in setup.notes:
             log.progress.print_line(note)
         log.write_skipped([asdict(row) for row in setup.task.skipped])

@@ -76,13 +76,6 @@ def last_locations_in_torch() -> Any:
     return get_last_loc_torch
 
 
-def is_empty(tree_cache: Any) -> bool:
-    """Whether a prefix tree has no nodes; in 0.5.23 its nodes need not be Python objects."""
-    if hasattr(tree_cache, "tree_core"):
-        return tree_cache.all_values_flatten().numel() == 0
-    return not tree_cache.root_node.children
-
-
 def can_flush(scheduler: Any) -> bool:
     """Whether a scheduler would empty its prefix cache now. In 0.5.23 requests that a pause has
     retracted, and that hold no KV, do not matter."""

@@ -41,11 +41,10 @@ def fast_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "running_engine", forked_engine)
 
 
-def write_prompts(path: Path, seed: int, count: int = 24) -> Path:
+def write_prompts(path: Path, seed: int) -> Path:
     draw = random.Random(seed)
     rows = [
-        {"input_ids": [draw.randrange(3, 32) for _ in range(40 + i * 150 // count)]}
-        for i in range(count)
+        {"input_ids": [draw.randrange(3, 32) for _ in range(40 + i * 150 // 24)]} for i in range(24)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -77,11 +77,10 @@ def run(engine: Any, work: Any) -> Any:
     return engine.loop.run_until_complete(work)
 
 
-def cached(engine: Any, prompt: list[int], new_tokens: int = 1, lora: str | None = None) -> int:
+def cached(engine: Any, prompt: list[int], lora: str | None = None) -> int:
     """Tokens of the prompt that were found in the cache."""
     [answer] = run(
-        engine,
-        answers(engine, input_ids=prompt, sampling_params=sampling(new_tokens), lora_path=lora),
+        engine, answers(engine, input_ids=prompt, sampling_params=sampling(1), lora_path=lora)
     )
     count: int = answer["meta_info"]["cached_tokens"]
     return count

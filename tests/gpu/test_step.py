@@ -23,8 +23,8 @@ LENGTHS = [1, 255, 256, 257, 639, 640, 641, 1900, 3000, 4096]
 class DevicePool:
     """A `Pool` in bf16 on the GPU, with landmarks, which `prefill` fills."""
 
-    def __init__(self, lengths: list[int], seed: int = 0) -> None:
-        host = Pool(lengths, HEADS, DIM, PAGE, seed)
+    def __init__(self, lengths: list[int]) -> None:
+        host = Pool(lengths, HEADS, DIM, PAGE, 0)
         self.k, self.v, self.q = (t.to("cuda", torch.bfloat16) for t in (host.k, host.v, host.q))
         self.req_to_token = host.req_to_token.cuda()
         self.rows, self.lengths = host.rows.cuda(), host.lengths.cuda()

@@ -59,14 +59,11 @@ def test_bodies(client: httpx.Client, body: bytes) -> None:
     require_unchanged(client)
 
 
-def factors(rank: int = 4) -> dict[str, torch.Tensor]:
-    return {
-        f"{MODULE}.lora_A.weight": torch.zeros(rank, 144),
-        f"{MODULE}.lora_B.weight": torch.zeros(144, rank),
-    }
-
-
-TENSORS = base64.b64encode(save(factors())).decode()
+FACTORS = {
+    f"{MODULE}.lora_A.weight": torch.zeros(4, 144),
+    f"{MODULE}.lora_B.weight": torch.zeros(144, 4),
+}
+TENSORS = base64.b64encode(save(FACTORS)).decode()
 
 
 def test_what_is_right_is_taken(client: httpx.Client) -> None:

@@ -63,15 +63,15 @@ def generated(client: httpx.Client, new_tokens: int = 40) -> list[int]:
 
 
 @contextmanager
-def unharmed(client: httpx.Client, new_tokens: int = 300) -> Iterator[None]:
+def unharmed(client: httpx.Client) -> Iterator[None]:
     """A request in flight meanwhile has the tokens of the old weights, and so has a later one."""
-    expected, got = generated(client, new_tokens), []
-    thread = threading.Thread(target=lambda: got.extend(generated(client, new_tokens)))
+    expected, got = generated(client, 300), []
+    thread = threading.Thread(target=lambda: got.extend(generated(client, 300)))
     thread.start()
     wait_until(lambda: running_requests(client))
     yield
     thread.join()
-    assert got == expected == generated(client, new_tokens)
+    assert got == expected == generated(client, 300)
 
 
 def post(client: httpx.Client, route: str, **body: Any) -> tuple[int, str]:

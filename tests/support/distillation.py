@@ -19,8 +19,8 @@ SEQUENCES = [
 ]
 
 
-def new_policy(path: str, dtype: str = "float32", **model: Any) -> DensePolicy:
-    config = ModelConfig(path=path, dtype=dtype, **model)
+def new_policy(path: str, **model: Any) -> DensePolicy:
+    config = ModelConfig(path=path, dtype="float32", **model)
     return DensePolicy.load(config, OptimizerConfig(lr=1e-3), "cpu")
 
 

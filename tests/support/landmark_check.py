@@ -9,7 +9,7 @@ from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
 from sparrow_sglang.plugin.launcher import routes
 from sparrow_sglang.plugin.scheduler_calls import call_schedulers, requests_blocked, scheduler_rpc
-from sparrow_sglang.sglang_compat.versions import is_empty, kv_of
+from sparrow_sglang.sglang_compat.versions import kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -35,6 +35,13 @@ def _check(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, Any]:
 
 
 routes.CALLS[_CALL] = landmarks, ["POST"]
+
+
+def is_empty(tree_cache: Any) -> bool:
+    """Whether a prefix tree has no nodes; in 0.5.23 its nodes need not be Python objects."""
+    if hasattr(tree_cache, "tree_core"):
+        return tree_cache.all_values_flatten().numel() == 0
+    return not tree_cache.root_node.children
 
 
 def live_pages(scheduler: "Scheduler") -> torch.Tensor:

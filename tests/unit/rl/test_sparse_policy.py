@@ -96,15 +96,14 @@ CASES = [
 ]
 
 
-def case(heads, prompt, length, dtype=torch.float32):
+def case(heads, prompt, length):
     """A sequence and a shorter one: packed tensors, spans, prompt lengths."""
     query_heads, kv_heads, dim = heads
     torch.manual_seed(length)
     prompts = (prompt, prompt // 2 + 1)
     shorter = max(prompts[1] + 1, length - 37)
     tensors = tuple(
-        torch.randn(1, count, length + shorter, dim).to(dtype)
-        for count in (query_heads, kv_heads, kv_heads)
+        torch.randn(1, count, length + shorter, dim) for count in (query_heads, kv_heads, kv_heads)
     )
     return tensors, [(0, length), (length, length + shorter)], prompts
 

@@ -27,7 +27,6 @@ from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run as run_module
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints
-from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
@@ -356,31 +355,6 @@ def test_a_resumed_run_first_prints_where_it_starts_and_what_it_drops(
     shutil.rmtree(checkpoints)
     begun = f"resuming: {folder} has no checkpoint, so the run begins again"
     assert first_line() == f"{begun}; drops the records of 3 steps from step 0 on"
-
-
-def test_a_row_that_did_not_fit_on_the_disk_is_written_by_the_resumed_run(
-    model: str, tmp_path: Path, stand_ins: list[Sampler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, there = tmp_path / "run" / "metrics.jsonl", tmp_path / "metrics.jsonl"
-
-    def full(self: RunLog, step: int, metrics: Any) -> None:
-        if step == 1:
-            path.rename(there)
-            path.symlink_to("/dev/full")
-        write(self, step, metrics)
-
-    write = RunLog.write
-    config = settings(model, tmp_path / "run", checkpoint={"every_steps": 0})
-    with monkeypatch.context() as patch:
-        patch.setattr(RunLog, "write", full)
-        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
-            trainer.train(TrainConfig.parse(config))
-    path.unlink()
-    there.rename(path)
-    trainer.train(TrainConfig.parse(config), resume=True)
-    written = rows(tmp_path / "run")
-    assert [row["step"] for row in written] == [0, 1, 2]
-    assert [row["actor/optimizer_steps"] for row in written] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
