@@ -81,7 +81,8 @@ def examine(argv: Sequence[str]) -> Iterator[Check]:
     if plugin.status != "FAIL":
         # A missing demo model is reported above.
         with suppress(ModelError):
-            yield from _check_model(with_defaults(argv))
+            # In the dtype that GPUs would take.
+            yield from _check_model(with_defaults(argv, cpu_dtype=False))
 
 
 def _without_sglang(argv: Sequence[str]) -> Iterator[Check]:

@@ -153,9 +153,10 @@ def _ready_lines(server_args: "ServerArgs") -> str:
     return "\n".join([f"sparrow: ready on {url}", *lines])
 
 
-def with_defaults(argv: Sequence[str]) -> list[str]:
+def with_defaults(argv: Sequence[str], *, cpu_dtype: bool = True) -> list[str]:
     """`argv` with our defaults in front, where the user's flags override them, and the folder of an
-    embedded model, which is converted if necessary, at the end. Raises `ModelError`."""
+    embedded model, which is converted if necessary, at the end. `cpu_dtype` is one of them where
+    there is no GPU. Raises `ModelError`."""
     flags: list[str] = []
     for word in argv:
         # SGLang knows the two words only, and would ignore the file silently.
@@ -167,7 +168,7 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
         raise ModelError(f"{_MODEL_FLAGS[0]} {model}: {problem}")
     from sparrow_sglang.plugin.registration import on_cpu_platform
 
-    dtype = ["--dtype", "float32"] if on_cpu_platform() else []
+    dtype = ["--dtype", "float32"] if cpu_dtype and on_cpu_platform() else []
     defaults = ["--attention-backend", BACKEND, *dtype, "--log-level", "warning"]
     folder = model and model_folder(model)
     if folder is None or folder == model:

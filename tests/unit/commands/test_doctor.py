@@ -40,6 +40,12 @@ def test_doctor_finds_nothing_wrong(tiny_llama: str, capsys: pytest.CaptureFixtu
     assert lines[-1] == "It works."
 
 
+def test_doctor_judges_a_model_in_the_dtype_that_a_gpu_would_take() -> None:
+    argv = ["--model-path", str(MODELS / "qwen3-8b"), "--load-format", "dummy", *BARE]
+    assert report(argv)["kernels"].detail == "torch on cpu; a GPU would take the model, too"
+    assert "dtype float32" in report([*argv, "--dtype", "float32"])["kernels"].detail
+
+
 def test_doctor_says_that_nothing_is_drafted_without_graphs(tiny_llama: str) -> None:
     found = report(["--model-path", tiny_llama, "--speculative-algorithm", "SPARROW", *BARE])
     assert found["schedule"].detail.endswith("nothing is drafted, all steps are dense")
