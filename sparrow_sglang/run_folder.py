@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparrow_sglang.json_values import read_object
+
 METRICS_FILE = "metrics.jsonl"
 RESPONSES_FILE = "responses.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -26,10 +28,10 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     """The starts noted in a run.json, if there is one. Raises `ValueError` on other content."""
     if not path.exists():
         return []
-    try:
-        starts: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["starts"]
-        if all({"step", "config"} <= start.keys() for start in starts):
-            return starts
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise ValueError(f'{path}: is damaged; expected {{"starts": [...]}} with step and config')
+    form = 'an object {"starts": [...]} with step and config of each'
+    starts = read_object(path, form).get("starts")
+    if not isinstance(starts, list) or not all(
+        isinstance(start, dict) and {"step", "config"} <= start.keys() for start in starts
+    ):
+        raise ValueError(f"{path}: is damaged; expected {form}")
+    return starts

@@ -100,17 +100,17 @@ class BudgetSchedule(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "BudgetSchedule":
         page = self.page_size
-        for field in ("bin_tokens", "dense_tokens"):
-            if (tokens := getattr(self, field)) % page:
-                raise ValueError(_not_whole_pages(field, tokens, page))
+        whole = {"bin_tokens": self.bin_tokens, "dense_tokens": self.dense_tokens}
+        whole |= {f"budget_tokens[{i}]": tokens for i, tokens in enumerate(self.budget_tokens)}
+        for field, tokens in whole.items():
+            if tokens % page:
+                raise ValueError(f"{field}={tokens}: expected a multiple of page_size={page}")
         floor = self.least_pages * page
         for i, tokens in enumerate(self.budget_tokens):
             if tokens < floor:
                 raise ValueError(
                     f"budget_tokens[{i}]={tokens}: expected sinks and recent pages or more, {floor}"
                 )
-            if tokens % page:
-                raise ValueError(_not_whole_pages(f"budget_tokens[{i}]", tokens, page))
             if i and tokens < (before := self.budget_tokens[i - 1]):
                 raise ValueError(f"budget_tokens[{i}]={tokens}: expected not to fall from {before}")
         if self.name == DENSE and not self.is_dense:
@@ -169,14 +169,13 @@ class BudgetSchedule(BaseModel):
 
     def first_sparse_length(self, cap: int | None = None) -> int:
         """Smallest length at which a page is left out."""
-        budgets = self._budgets(cap)
-        last = len(budgets) - 1
         dense_pages = self.dense_tokens // self.page_size if cap is None else 0
-        for i, budget in enumerate(budgets.tolist()):
+        for i, budget in enumerate(self._budgets(cap).tolist()):
             pages = max(i * self.bin_pages, budget + 1, dense_pages + 1)
-            if i == last or pages < (i + 1) * self.bin_pages:
-                return (pages - 1) * self.page_size + 1
-        raise AssertionError("the last bin has no upper edge, so the loop returns")
+            if pages < (i + 1) * self.bin_pages:
+                break
+        # The last bin has no upper edge.
+        return (pages - 1) * self.page_size + 1
 
     def for_model(self, hf_config: Any) -> "BudgetSchedule":
         """The schedule as a server decodes this model by it. Layers with a sliding window read
@@ -296,10 +295,6 @@ class BudgetSchedule(BaseModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON from which `from_json` reads an equal schedule; replaces `path` atomically."""
         write_json(Path(path), self.model_dump(mode="json"))
-
-
-def _not_whole_pages(field: str, tokens: int, page_size: int) -> str:
-    return f"{field}={tokens}: expected a multiple of page_size={page_size}"
 
 
 def int4_landmark_tokens(page_size: int) -> int:
