@@ -1,8 +1,8 @@
 """`python -m sparrow_sglang.planning.fit benchmarks/results` computes step_times.json, the factors
 of `step_time`, from the steps and rounds in results of `sparrow bench step`."""
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,4 +96,8 @@ def fit(steps: Sequence[Measured]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write_json(Path(__file__).with_name(CONSTANTS), fit(measured_steps(Path(sys.argv[1]))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="folder of results of `sparrow bench step`")
+    if not (measured := measured_steps(folder := parser.parse_args().results)):
+        parser.error(f"{folder}: expected a folder with results of `sparrow bench step`")
+    write_json(Path(__file__).with_name(CONSTANTS), fit(measured))
