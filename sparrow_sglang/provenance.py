@@ -14,10 +14,10 @@ _PACKAGES = ("sparrow-sglang", "sglang", "torch", "triton", "flashinfer-python",
 
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that results depend on; None for those that are not installed."""
-    return {package: _version(package) for package in _PACKAGES}
+    return {package: package_version(package) for package in _PACKAGES}
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,10 +1,11 @@
 """Which SGLang is installed, and whether it is too old, without importing it. Untested versions are
 not refused here: `sparrow_sglang.plugin.registration` probes what the hooks need of them."""
 
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
+
+from sparrow_sglang.provenance import package_version
 
 SUPPORTED = ("0.5.15.post1", "0.5.20", "0.5.23")
 """Tested versions: those that slime pins and verl trains with, and `LOCKED`; newer may run, too."""
@@ -14,10 +15,7 @@ INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
 
 
 def installed_version() -> str:
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "of an unknown version"
+    return package_version("sglang") or "of an unknown version"
 
 
 def version_problems() -> list[str]:
@@ -25,11 +23,8 @@ def version_problems() -> list[str]:
     package = find_spec("sglang")
     if package is None or package.origin is None:
         return [f"SGLang is not installed; {INSTALL}"]
-    try:
-        is_old = Version(installed_version()) < Version(SUPPORTED[0])
-    except InvalidVersion:
-        is_old = True
-    if is_old:
+    known = package_version("sglang")
+    if known is None or Version(known) < Version(SUPPORTED[0]):
         return [f"SGLang {installed_version()}: expected {SUPPORTED[0]} or newer; {INSTALL}"]
     return []
 

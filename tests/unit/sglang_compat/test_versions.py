@@ -24,7 +24,7 @@ Pretend = Callable[..., None]
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Say that this version of SGLang is installed."""
-    return lambda version: monkeypatch.setattr(install, "version", lambda _: version)
+    return lambda version: monkeypatch.setattr(install, "package_version", lambda _: version)
 
 
 @pytest.fixture
