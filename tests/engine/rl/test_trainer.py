@@ -1,6 +1,5 @@
 """Whole training runs with real engines: what they learn, log and leave behind when killed."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -49,8 +48,6 @@ def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path):
     events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
     logged = [event.value for event in events.Scalars("critic/score/mean")]
     np.testing.assert_allclose(logged, [row["critic/score/mean"] for row in steps], rtol=1e-6)
-    state = json.loads((folder / "state.json").read_text())
-    assert state["metrics"]["critic/score/mean"] == steps[-1]["critic/score/mean"]
 
 
 @pytest.mark.parametrize(
