@@ -217,13 +217,11 @@ def require_space(config: TrainConfig, parameters: int) -> None:
 
 @contextmanager
 def _written(draft: Path, folder: Path) -> Iterator[None]:
-    """Turn any error into `OSError`: torch raises many, none of which mentions a full disk."""
+    """Turn errors of the disk into `OSError`: torch raises many, none of which mentions it."""
     try:
         yield
-    except TrainersLost:
+    except (TrainersLost, FloatingPointError):
         raise
-    except FloatingPointError as error:
-        raise FloatingPointError(f"{folder} is not written: {error}") from None
     except (Exception, dcp.api.CheckpointException) as error:
         files = [path for path in draft.rglob("*") if path.is_file()]
         last = max(files, key=os.path.getmtime, default=draft)

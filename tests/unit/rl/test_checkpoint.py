@@ -238,7 +238,7 @@ def test_a_state_that_is_not_finite_never_replaces_one_that_is(sharp_llama, tmp_
     }
     with torch.no_grad():
         parts[what].view(-1)[-1] = torch.inf
-    with pytest.raises(FloatingPointError, match="step-000002 is not written: .* not finite"):
+    with pytest.raises(FloatingPointError, match="not finite"):
         checkpoints.save(whole, Tokenizer(), config(tmp_path), State(2))
     assert checkpoints.newest() == kept and len(list(kept.parent.iterdir())) == 1
 
