@@ -45,8 +45,7 @@ def _three(words: str, ours: int, stock: int, **others: int) -> Part:
 
 
 _8B, _1B = "rollout --model qwen3-8b", "rollout --model qwen3-1.7b"
-_LOSSLESS = "--drafts 8 --acceptance-rate 0.94"
-_ROUNDS = "--schedules drafts --drafts 8 0+3 0+8 1+2 3+5 --acceptance-rate 0.94"
+_ROUNDS = "--schedules drafts --drafts 8 0+3 0+8 1+2 3+5"
 # Steps are the same without graphs of prefills, and engines start earlier.
 _STEPS = """--prefills 0 --repeats 2 --engine-args '{"disable_prefill_cuda_graph": true}'"""
 _8B_CASES = "1x1024 4x4096 16x8192 8x32768 64x1024 64x4096"
@@ -54,9 +53,9 @@ _SPARSE = f"step --models qwen3-1.7b --schedules qwen3-1.7b-0.86 {INT4} --cases 
 _SPARSE_CODER = f"step --models {CODER} --schedules {CODER}-int4-0.86 --cases 16x30720"
 _PREFILLS = "--cases 1x1024 16x4096 64x1024 --schedules drafts --drafts 8 --repeats 1"
 PARTS = {
-    "rollout-8b-3k": _three(f"{_8B} --mean-tokens 3072 --max-tokens 8192 {_LOSSLESS}", 190, 165),
-    "rollout-8b-8k": _three(f"{_8B} --mean-tokens 8192 --max-tokens 32768 {_LOSSLESS}", 330, 420),
-    "rollout-1.7b-4k": _three(f"{_1B} --mean-tokens 4096 --max-tokens 16384 {_LOSSLESS}", 160, 140),
+    "rollout-8b-3k": _three(f"{_8B} --mean-tokens 3072 --max-tokens 8192 --drafts 8", 190, 165),
+    "rollout-8b-8k": _three(f"{_8B} --mean-tokens 8192 --max-tokens 32768 --drafts 8", 330, 420),
+    "rollout-1.7b-4k": _three(f"{_1B} --mean-tokens 4096 --max-tokens 16384 --drafts 8", 160, 140),
     "rollout-coder": _three(
         f"rollout --model-path {CODER} --sequences 1 16 64 --drafts 8", 150, 130, **{NGRAM: 130}
     ),

@@ -14,7 +14,7 @@ from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, new_path
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.rounds import Plan
-from sparrow_sglang.planning.step_time import Acceptance
+from sparrow_sglang.planning.step_time import ASSUMED, Acceptance
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
 from sparrow_sglang.plugin.names import BACKEND, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
 from sparrow_sglang.processes import exit_on_sigterm
@@ -28,7 +28,6 @@ STOCK, STOCK_16, NGRAM = "stock", "stock-16", "ngram"
 SIDES = (BACKEND, STOCK, STOCK_16)
 RESERVED = "model_path attention_backend page_size sparrow_schedule speculative_algorithm".split()
 """Arguments of an engine that the benchmarks set by flags of their own."""
-ACCEPTANCE = Acceptance(0.96, 0.45)
 ACCEPTANCE_FIELDS = ("acceptance_rate", "lookup_acceptance")
 
 
@@ -87,9 +86,9 @@ def add_side_options(parser: argparse.ArgumentParser) -> None:
     rounds = "decode losslessly with up to K sparse drafts a round; K+M: and M looked-up tokens"
     add("--drafts", type=parse_round, nargs="+", default=[], metavar="K", help=rounds)
     rates = "chance that {} is accepted, which random weights do not give (default: {})"
-    add("--acceptance-rate", type=_rate, help=rates.format("a sparse draft", ACCEPTANCE.drafts))
+    add("--acceptance-rate", type=_rate, help=rates.format("a sparse draft", ASSUMED.drafts))
     looked_up = "a looked-up token, after its predecessors,"
-    add("--lookup-acceptance", type=_rate, help=rates.format(looked_up, ACCEPTANCE.lookups))
+    add("--lookup-acceptance", type=_rate, help=rates.format(looked_up, ASSUMED.lookups))
     further = 'further arguments of sglang.Engine, e.g. \'{"quantization": "fp8"}\''
     add("--engine-args", default="{}", metavar="JSON", help=further)
 
@@ -106,7 +105,7 @@ def random_weights(options: argparse.Namespace) -> Acceptance:
             f"--sides {NGRAM}: random weights repeat no text; expected in"
             " `sparrow bench rollout --model-path M`"
         )
-    for field, default in zip(ACCEPTANCE_FIELDS, ACCEPTANCE, strict=True):
+    for field, default in zip(ACCEPTANCE_FIELDS, ASSUMED, strict=True):
         if getattr(options, field) is None:
             setattr(options, field, default)
     return Acceptance(options.acceptance_rate, options.lookup_acceptance)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("sparrow-sglang", "sglang", "torch", "triton", "flashinfer-python", "transformers")
+_CLI = Path(__file__).parent / "commands" / "cli.py"
 
 
 def package_versions() -> dict[str, str | None]:
@@ -50,10 +51,13 @@ def device_name() -> str:
 def provenance(device: str | None = None) -> dict[str, Any]:
     """Device, versions, commit and command of this process; `device` may be one that it uses. The
     commit is SPARROW_COMMIT where the working tree travels without its history."""
+    program = Path(sys.argv[0])
+    # `python -m sparrow_sglang.commands.cli` is the command `sparrow` of this interpreter.
+    name = "sparrow" if program == _CLI else program.name
     return {
         "device": device or device_name(),
         "python": platform.python_version(),
         "packages": package_versions(),
         "commit": commit_of(Path(__file__)) or os.environ.get("SPARROW_COMMIT", "unknown"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([name, *sys.argv[1:]]),
     }

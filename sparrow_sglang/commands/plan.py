@@ -14,6 +14,7 @@ from sparrow_sglang.models import hub_config, model_folder
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.rounds import Plan, plans
 from sparrow_sglang.planning.step_time import (
+    ASSUMED,
     GPUS,
     Acceptance,
     Prediction,
@@ -27,7 +28,6 @@ from sparrow_sglang.schedules.names import AUTO, load_schedule, read_schedule, s
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 
 MODEL, GPU = "qwen3-1.7b", "h200"
-ACCEPTANCE = Acceptance(0.93, 0.45)
 ROUNDS = plans(DEFAULT_DRAFTS + 1, looks_up=True)
 BATCHES, LENGTHS = (1, 16, 64), (1024, 8192, 32768)
 NO_GAIN = "no gain, so decode stays dense"
@@ -50,10 +50,10 @@ def add_parser(subparsers: Any) -> None:
     add("--length", type=count, nargs="+", help="cached tokens of a sequence; each gets a row")
     schedule = "of sparse steps: shipped name, .json file, fixed-<tokens>, or auto: the model's own"
     add("--schedule", default=AUTO, help=f"{schedule} {shown_default}")
-    rate = f"acceptance of sparse drafts, for lossless decoding (default: {ACCEPTANCE.drafts})"
-    add("--acceptance", type=float, default=ACCEPTANCE.drafts, help=rate)
-    rate = f"acceptance of looked-up tokens (default: {ACCEPTANCE.lookups})"
-    add("--lookup-acceptance", type=float, default=ACCEPTANCE.lookups, help=rate)
+    rate = f"acceptance of sparse drafts, for lossless decoding (default: {ASSUMED.drafts})"
+    add("--acceptance", type=float, default=ASSUMED.drafts, help=rate)
+    rate = f"acceptance of looked-up tokens (default: {ASSUMED.lookups})"
+    add("--lookup-acceptance", type=float, default=ASSUMED.lookups, help=rate)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +101,7 @@ def predictions(
     shape: ModelShape,
     gpu: str,
     cases: Sequence[tuple[int, int]],
-    acceptance: Acceptance = ACCEPTANCE,
+    acceptance: Acceptance = ASSUMED,
     rounds: Sequence[Plan] = ROUNDS,
     drafting: BudgetSchedule | None = None,
     schedule: BudgetSchedule | None = None,

@@ -138,6 +138,10 @@ class Acceptance(NamedTuple):
     lookups: float
 
 
+ASSUMED = Acceptance(0.94, 0.45)
+"""For predictions and random weights, unless others are given."""
+
+
 def predict(
     shape: ModelShape,
     gpu: Gpu,

@@ -1,12 +1,14 @@
-"""The commit that results record."""
+"""The commit and the command that results record."""
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from sparrow_sglang import provenance
+from sparrow_sglang.commands import cli
 
 
 @pytest.fixture
@@ -45,3 +47,15 @@ def test_an_installed_copy_within_another_project_has_none(
     assert provenance.provenance()["commit"] == "unknown"
     monkeypatch.setenv("SPARROW_COMMIT", "0123abc")
     assert provenance.provenance()["commit"] == "0123abc"
+
+
+@pytest.mark.parametrize(
+    ("program", "named"),
+    [("/opt/bin/sparrow", "sparrow"), (cli.__file__, "sparrow"), ("mine/cli.py", "cli.py")],
+)
+def test_the_command_is_what_a_user_types(
+    program: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m`, by which `sparrow bench all` runs its parts, names the file of the module."""
+    monkeypatch.setattr(sys, "argv", [program, "bench", "step", "--out", "a b.json"])
+    assert provenance.provenance()["command"] == f"{named} bench step --out 'a b.json'"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sparrow_sglang.commands.plan import ACCEPTANCE, ROUNDS, add_parser, run
+from sparrow_sglang.benchmarks import common, step
+from sparrow_sglang.commands.plan import ROUNDS, add_parser, run
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.model_shape import ModelShape
-from sparrow_sglang.planning.step_time import GPUS, predict
+from sparrow_sglang.planning.step_time import ASSUMED, GPUS, predict
 from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -49,7 +50,7 @@ def test_table_and_headline_are_predictions_of_cases_that_fit(plan: Plan, gpu: s
     assert len(rows(text)) == 8 and "do not fit into memory: 64 x 32,768" in text
     for case, cells in rows(text).items():
         expected = predict(
-            shape, GPUS["h200"], case, ACCEPTANCE, ROUNDS, BudgetSchedule.drafts(), schedule
+            shape, GPUS["h200"], case, ASSUMED, ROUNDS, BudgetSchedule.drafts(), schedule
         )
         times = [expected.dense_ms, expected.lossless_ms, expected.sparse_ms]
         assert [cells[0], cells[1], cells[5]] == [f"{ms:.2f}" for ms in times]
@@ -60,6 +61,13 @@ def test_table_and_headline_are_predictions_of_cases_that_fit(plan: Plan, gpu: s
     for mode, found in gains.items():
         gain, (batch, cached) = max(found)
         assert f"{mode}: up to {gain:.2f}x as fast as stock, at {batch} x {cached:,}" in text
+
+
+def test_plan_and_benchmarks_assume_the_same_acceptance(plan: Plan) -> None:
+    options = step._parser().parse_args([])
+    rates = common.random_weights(options)
+    assert (options.acceptance_rate, options.lookup_acceptance) == rates == (0.94, 0.45)
+    assert "with 0.94 of the sparse drafts and 0.45 of the looked-up tokens accepted" in plan()
 
 
 def test_a_headline_of_a_case_that_fits(plan: Plan) -> None:
