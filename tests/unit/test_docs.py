@@ -150,33 +150,51 @@ def result_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def page(name: str) -> str:
+    return " ".join((ROOT / name).read_text("utf-8").replace("**", "").split())
+
+
 def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
+    readme, benchmarks = page("README.md"), page("docs/benchmarks.md")
     of_side = {(row["side"], row["sequences"]): row for row in result_rows("rollout-coder")}
-    figure = (ROOT / "docs" / "rollout.svg").read_text("utf-8")
     for size in (1, 16, 64):
-        stock, ours = (of_side[side, size] for side in ("stock", "sparrow"))
-        speeds = [row["tokens_per_s"] for row in (stock, ours)]
-        cells = f"| {size} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {speeds[1] / speeds[0]:.2f}× |"
-        for page in ("README.md", "docs/benchmarks.md"):
-            assert cells in (ROOT / page).read_text("utf-8")
-    for label, row in (("stock SGLang (fa3)", stock), ("lossless", ours)):
-        assert f"{label}, {row['finished_s'][0][-1]:.1f} s" in figure
+        sides = [of_side[side, size] for side in ("stock", "sparrow")]
+        stock, ours = (row["tokens_per_s"] for row in sides)
+        if size != 16:
+            assert f"{stock:,.0f} tokens/s | {ours:,.0f} | {ours / stock:.2f}× |" in readme
+        first = " | ".join(f"{row['first_token_last_s']:.2f}" for row in sides)
+        a_round = f"{sides[1]['tokens_per_round']:.2f}"
+        cells = f"| {stock:,.0f} | {ours:,.0f} | {ours / stock:.2f}× | {a_round} | {first} |"
+        assert f"| {size} {cells}" in benchmarks
+    figure = (ROOT / "docs" / "rollout.svg").read_text("utf-8")
+    both = {row["side"]: row for row in result_rows("rollout-8b-3k")}
+    stock, ours = (both[side]["tokens_per_s"] for side in ("stock", "sparrow"))
+    assert f"{stock:,.0f} tokens/s | {ours:,.0f} | {ours / stock:.2f}× |" in readme
+    seconds = [both[side]["seconds"] for side in ("stock", "sparrow")]
+    assert f"{seconds[0]:.1f} | {seconds[1]:.1f} | {ours / stock:.2f}× |" in benchmarks
+    for label, last in zip(("stock SGLang (fa3)", "lossless"), seconds, strict=True):
+        assert f"{label}, {last:.1f} s" in figure
 
 
 def test_rounds_of_the_pages_are_those_of_the_result() -> None:
-    page = (ROOT / "docs" / "lossless.md").read_text("utf-8").replace("**", "")
-    of_case: dict[str, dict[tuple[int, int], float]] = {}
+    lossless, readme = page("docs/lossless.md"), page("README.md")
+    of_case: dict[str, dict[Any, float]] = {}
     for row in result_rows("steps-8b"):
-        of_case.setdefault(row["case"], {})[row["drafts"], row["lookups"]] = row["step_ms"]
-    shown = [case for case, rounds in of_case.items() if len(rounds) == 4]
-    assert len(shown) == 5
-    for case in shown:
+        kind = row["schedule"] and (row["drafts"], row["lookups"])
+        of_case.setdefault(row["case"], {})[kind] = row["step_ms"]
+    assert len(of_case) == 6
+    for case, ms in of_case.items():
         batch, length = map(int, case.split("x"))
-        cells = [f"{of_case[case][kind]:.2f}" for kind in ((8, 0), (3, 5), (1, 2), (0, 3))]
-        assert f"| {batch} × {length // 1024}K | {' | '.join(cells)} |" in page
-    fastest, slowest = (min(of_case[case].values()) for case in ("1x1024", "8x32768"))
-    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    assert f"{fastest:.2f} (1 × 1K) to {slowest:.2f} ms a token (8 × 32K)" in readme
+        alone = min(ms[kind] for kind in ((0, 3), (0, 8)) if kind in ms)
+        cells = [ms[None], *(ms[kind] for kind in ((8, 0), (3, 5), (1, 2))), alone]
+        gain = ms[None] / min(cells)
+        shown = " | ".join(f"{cell:.2f}" for cell in cells)
+        name = f"{batch} × {length // 1024}K"
+        assert f"| {name} | {shown} | {gain:.2f}× |" in lossless
+        if case in ("1x1024", "8x32768"):
+            requests = f"{batch} request{'s' * (batch > 1)} of {length // 1024}K"
+            row = f"{ms[None]:.2f} ms | {min(cells):.2f} | {gain:.2f}× |"
+            assert f"| a token, {requests} | {row}" in readme
 
 
 def test_sparse_steps_of_the_page_are_those_of_the_results() -> None:
