@@ -79,6 +79,14 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors, link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole(page: Path) -> None:
+    """A blank line would turn the rows after it into text."""
+    text = FENCE.sub("", page.read_text("utf-8"))
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert re.match(r"\|.*\n\|( -+:? \|)+\n\|", table), table
+
+
 @pytest.mark.parametrize(
     "words", [w for w in all_commands() if w[0] == "sparrow" and not is_launcher(w)], ids=" ".join
 )
