@@ -34,6 +34,8 @@ from sparrow_sglang.validation import first_problem
 def _usable(path: object) -> object:
     if path == "":
         raise ValueError("expected a path, not an empty string")
+    if "\0" in str(path):
+        raise ValueError("expected a path without NUL characters")
     return os.path.expanduser(path) if isinstance(path, str) else path
 
 

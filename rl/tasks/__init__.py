@@ -72,6 +72,8 @@ def _load_mix(config: TaskSource, render: Render) -> Task:
     rewards: dict[str, Reward] = {}
     notes: list[str] = []
     skipped: list[SkippedRow] = []
+    if not config.options:
+        raise InputError("task.options holds no tasks: task 'mix' expects [task.options.NAME]")
     for label, fields in config.options.items():
         try:
             source = TaskSource.model_validate(fields)

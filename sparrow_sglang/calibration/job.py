@@ -153,14 +153,22 @@ class Job:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        options, context = self.options, self.model.context
-        tokenize = tokenizer_of(self.model.path)
+        options, (path, hf_config, context) = self.options, self.model
+        tokenize = tokenizer_of(path)
         if options.prompts is None:
             per_bin = options.prompts_per_bin or PROMPTS_PER_BIN
             sizes = context, self.bin_tokens, options.new_tokens, per_bin
             part: Literal["check", "calibration"] = "check" if self.is_check else "calibration"
             return builtin_prompts(tokenize, *sizes, part, options.seed)
-        return read_prompts(options.prompts, tokenize, context)
+        prompts = read_prompts(options.prompts, tokenize, context)
+        vocab_size = model_value(hf_config, "vocab_size")
+        for prompt in prompts:
+            if vocab_size and (most := max(prompt.input_ids)) >= vocab_size:
+                line = prompt.name.partition("-")[0]
+                raise CalibrationError(
+                    f"{options.prompts}:{line}: token {most}: expected less than {vocab_size}"
+                )
+        return prompts
 
     @cached_property
     def samples(self) -> list[Sample]:

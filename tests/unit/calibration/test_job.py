@@ -44,6 +44,13 @@ def test_every_sequence_is_short_enough_to_be_scored(options: CalibrationOptions
     assert job.settings["num_prompts"] == 4
 
 
+def test_a_token_beyond_the_vocabulary_is_refused(options: CalibrationOptions) -> None:
+    assert options.prompts is not None
+    options.prompts.write_text('{"input_ids": [1, 256]}\n')
+    with pytest.raises(CalibrationError, match="p.jsonl:1"):
+        calibration_job(options)
+
+
 @pytest.mark.parametrize(
     ("prompts", "min_tokens", "message"),
     [(7, 100, "7 prompts and 182 tokens at most"), (8, 250, "8 prompts and 208 tokens at most")],

@@ -33,6 +33,7 @@ def load(folder: Path, text: str) -> TrainConfig:
         ("[cluster]\ntrainers = 4\ncolocate = true", "trainers=4"),
         ("heldout_path = 3", "heldout_path=3 is not allowed: expected a path in quotes"),
         ("steps = 3 3", "TOML"),
+        ('train_path = "a\\u0000b"', "train_path"),
         ("[engine]\nserver_args = {random_seed = 1}", "set seed"),
         ("[engine]\nschedule = 'dense'\nserver_args = {attention_backend = 'sparrow'}", "schedule"),
         ("[mismatch]\nsequences = true", "mismatch.sequences=True"),

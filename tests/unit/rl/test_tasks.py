@@ -196,6 +196,7 @@ def test_a_mix_has_the_prompts_and_rewards_of_its_tasks(tmp_path: Path) -> None:
     assert sizes == {"sums/one": 3, "sums/two": 2, "tales": 4}
     assert task.reward == {"sums": math.reward, "tales": story.reward}
     for wrong, message in [
+        ({}, "task.options"),
         ({"a": {"name": "mth"}}, "task.options.a: task.name='mth'"),
         ({"a": {"nmae": "math"}}, "'nmae'.*'name'"),
         ({"a": {"name": "math"}}, "task.options.a: task.train_path"),
