@@ -53,13 +53,13 @@ _SPARSE = f"step --models qwen3-1.7b --schedules qwen3-1.7b-0.86 {INT4} --cases 
 _SPARSE_CODER = f"step --models {CODER} --schedules {CODER}-int4-0.86 --cases 16x30720"
 _PREFILLS = "--cases 1x1024 16x4096 64x1024 --schedules drafts --drafts 8 --repeats 1"
 PARTS = {
-    "rollout-8b-3k": _three(f"{_8B} --mean-tokens 3072 --max-tokens 8192 --drafts 8", 190, 165),
+    "rollout-8b-3k": _three(f"{_8B} --mean-tokens 3072 --max-tokens 8192 --drafts 8", 225, 140),
     "rollout-8b-8k": _three(f"{_8B} --mean-tokens 8192 --max-tokens 32768 --drafts 8", 330, 420),
-    "rollout-1.7b-4k": _three(f"{_1B} --mean-tokens 4096 --max-tokens 16384 --drafts 8", 160, 140),
+    "rollout-1.7b-4k": _three(f"{_1B} --mean-tokens 4096 --max-tokens 16384 --drafts 8", 125, 140),
     "rollout-coder": _three(
-        f"rollout --model-path {CODER} --sequences 1 16 64 --drafts 8", 150, 130, **{NGRAM: 130}
+        f"rollout --model-path {CODER} --sequences 1 16 64 --drafts 8", 130, 115, **{NGRAM: 200}
     ),
-    "steps-8b": _three(f"step --models qwen3-8b --cases {_8B_CASES} {_ROUNDS} {_STEPS}", 350, 190),
+    "steps-8b": _three(f"step --models qwen3-8b --cases {_8B_CASES} {_ROUNDS} {_STEPS}", 210, 130),
     "sparse-1.7b": _three(f"{_SPARSE} {_STEPS}", 230, 100),
     "sparse-coder": _three(f"{_SPARSE_CODER} {_STEPS}", 110, 90),
     "steps-30b": _three(
