@@ -70,9 +70,9 @@ def counting_choice(counts: Counts, given: list[Plan]) -> type[RoundChoice]:
     """Of choices that count rounds, and choose the last one `given`, if there is one."""
 
     class Choice(RoundChoice):
-        def next_round(self, batch: int, length: float) -> Plan:
+        def next_round(self, *load: Any) -> Plan:
             if not given:
-                return super().next_round(batch, length)
+                return super().next_round(*load)
             plan = given[-1]
             rows = min(rows for rows in widths(self.plans[-1].rows) if rows >= plan.rows)
             return plan._replace(rows=rows)

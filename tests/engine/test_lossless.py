@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.planning.rounds import DENSE, Plan
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.lossless import algorithm
+from sparrow_sglang.plugin.lossless.choice import RoundChoice
 from sparrow_sglang.plugin.lossless.draft_weights import DraftWeights
 from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.mode import mode_of
@@ -84,7 +86,7 @@ def run_within_context(runner: Any, *arguments: Any) -> Any:
     assert int(positions.max()) < runner.model_config.context_len
     result = RUN(runner, *arguments)
     if len(positions) > 4 * len(arguments[0]):
-        # A model with experts has it, on a GPU only. Narrow rounds then go one by one.
+        # A model with experts has it, on a GPU only.
         result.routed_experts_output = EXPERTS
     return result
 
@@ -451,6 +453,11 @@ def test_what_was_written_before_is_drafted(sharp_llama: str, schedule_file: str
 
         def answers(*prompts: list[int]) -> tuple[list[list[int]], float]:
             got = engine.generate(input_ids=[*prompts], sampling_params=greedy(64))
+            for answer in got:
+                meta, counts = answer["meta_info"], accepted_of(answer)
+                assert len(counts) <= 4 and sum(counts) == meta["spec_verify_ct"]
+                accepted = sum(n * count for n, count in enumerate(counts))
+                assert accepted == meta["spec_num_correct_drafts"]
             return tokens_of(got), min(a["meta_info"]["spec_accept_length"] for a in got)
 
         # One token apart, so that the same text is likely, and must not be seen.
@@ -571,6 +578,57 @@ def test_the_dense_side_allocates_for_verifications_only() -> None:
         backend.init_cuda_graph_state(8, tokens)
     backend.dense.init_cuda_graph_state.assert_called_once_with(8, 40)
     narrow.init_cuda_graph_state.assert_called_once_with(8, 32)
+
+
+def test_two_rounds_in_sequence_are_counted_by_hand() -> None:
+    """Of three requests, one of which has ended before."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    class Request(SimpleNamespace):
+        update_spec_correct_drafts_histogram = Req.update_spec_correct_drafts_histogram
+
+    new = {"spec_verify_ct": 0, "spec_num_cap_tokens": 0, "spec_num_correct_drafts": 0}
+    reqs = [
+        Request(**new, spec_correct_drafts_histogram=[], is_retracted=False, finished=ended)
+        for ended in (lambda: False, lambda: True, lambda: False)
+    ]
+    worker: Any = object.__new__(LosslessWorker)
+    worker._choice, worker._metrics = RoundChoice(8, looks_up=True), mock.Mock()
+    worker._in_flight = deque([(Plan(1, 2, 4), reqs, torch.tensor([3, 1, 0]))])
+    left = [5, 1, 1]
+    worker.on_verify_complete_cpu(left, batch_size=3)
+    assert left == [2, 0, 1]
+    for req, first in ((reqs[0], 3), (reqs[2], 0)):
+        assert (req.spec_verify_ct, req.spec_num_cap_tokens) == (1, 2 * 3)
+        assert req.spec_num_correct_drafts == first
+        assert req.spec_correct_drafts_histogram == [0] * first + [1]
+    assert not reqs[1].spec_verify_ct and not reqs[1].spec_correct_drafts_histogram
+    calls = [call.args for call in worker._metrics.observe.call_args_list]
+    assert calls == [
+        (3, {"sparse": (3, 2, 1), "lookup": (6, 2, 2)}),
+        (3, {"sparse": (3, 2, 2), "lookup": (6, 3, 1)}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "pairs"),
+    [
+        ({}, True),
+        ({"return_logprob": True}, False),
+        ({"waits": True}, False),
+        ({"experts": True}, False),
+    ],
+)
+def test_rounds_are_chosen_as_they_run(changed: dict[str, bool], pairs: bool) -> None:
+    """Narrow ones in pairs, unless something of each pass is returned or the host has to wait."""
+    worker: Any = object.__new__(LosslessWorker)
+    worker._returns_experts = changed.get("experts", False)
+    batch: Any = SimpleNamespace(
+        return_logprob=changed.get("return_logprob", False),
+        seq_lens_cpu=torch.ones(1) if changed.get("waits") else None,
+        req_pool_indices=SimpleNamespace(is_cuda=True),
+    )
+    assert worker._runs_in_pairs(batch) == pairs
 
 
 def test_no_event_of_a_draft_is_left_to_the_scheduler() -> None:

@@ -18,7 +18,7 @@ PROBE_ROUNDS = 64
 GOOD_ACCEPTANCE, GOOD_LOOKUPS = 0.95, 0.5
 """Acceptances of a sparse draft and of a token looked up, at which such a probe has to pay."""
 _LOOP_S, _LAUNCH_S = 2.2e-3, 1e-3
-"""Seconds that the host of an H200 needs for SGLang's loop, and to launch a round: no round of a
+"""Seconds that the host of an H200 needs for SGLang's loop, and to launch a pass: no round of a
 small model takes less, however short it is on the device."""
 # Until measured, the acceptances, each counted as so many drafts.
 _PRIOR, _PRIOR_LOOKUPS, _PRIOR_DRAFTS = 0.9, 0.45, 16.0
@@ -51,9 +51,10 @@ class RoundTimes:
         return [plan for group in of_rows.values() for plan in dict.fromkeys((group[0], group[-1]))]
 
     @lru_cache(maxsize=1)  # noqa: B019
-    def at(self, batch: float, length: float) -> dict[Plan, float]:
+    def at(self, batch: float, length: float, in_pairs: bool = True) -> dict[Plan, float]:
         """Seconds of rounds of `batch` requests with a mean of `length` tokens: as measured, and no
-        less than the host needs."""
+        less than the host needs, which returns to SGLang's loop once for two narrow rounds if they
+        run `in_pairs`."""
         by_batch = [
             [np.interp(length, lengths, of_plan) for of_plan in seconds]
             for lengths, *seconds in self._columns
@@ -66,7 +67,8 @@ class RoundTimes:
         for plan in self.plans:
             of_rows, most = by_rows[plan.rows], self.plans[-1].rows
             on_device = float(np.interp(plan.drafts, list(of_rows), list(of_rows.values())))
-            on_host = _LOOP_S / (1 + runs_twice(plan, most)) + _LAUNCH_S
+            loops = 0.5 if in_pairs and runs_twice(plan, most) else 1.0
+            on_host = loops * _LOOP_S + (plan.drafts + 1) * _LAUNCH_S
             least[plan] = max(on_device, on_host)
         return least
 
@@ -126,11 +128,11 @@ class RoundChoice:
         self._lookups = [_Rate(_PRIOR_LOOKUPS) for _ in range(width - 1)]
         self._untried = {"drafts": 0, "lookups": 0}
 
-    def next_round(self, batch: int, length: float) -> Plan:
-        """The next round, of requests with a mean of `length` tokens."""
+    def next_round(self, batch: int, length: float, in_pairs: bool = True) -> Plan:
+        """The next round, of requests with a mean of `length` tokens, and as in `RoundTimes.at`."""
         if self.times is None:
             return DENSE
-        seconds = self.times.at(batch, length // 64 * 64)
+        seconds = self.times.at(batch, length // 64 * 64, in_pairs)
         sparse, lookups = self._sparse.value, [rate.value for rate in self._lookups]
         plan = best(seconds, sparse, lookups)
         probes = {

@@ -75,6 +75,7 @@ class LosslessWorker(BaseSpecWorker):
         self._target_worker, self._draft_worker = target_worker, None
         self._width = int(get_spec().speculative_num_draft_tokens)
         self._looks_up = not getattr(server_args, LOOKUPS_FIELD)
+        self._returns_experts = server_args.enable_return_routed_experts
         self._choice = RoundChoice(self._width, self._looks_up)
         self._passes = Passes(target_worker.model_runner, self._width)
         self._histories: Histories | None = None
@@ -98,15 +99,21 @@ class LosslessWorker(BaseSpecWorker):
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: Any, batch_size: int = 0) -> None:
         plan, requests, first = self._in_flight.popleft()
-        accepted = np.array(num_correct_drafts_per_req)[None]
+        accepted = np.array([num_correct_drafts_per_req])
         if first is not None:
             accepted = np.stack([first.numpy(), accepted[0] - first.numpy()])
+            # SGLang counts it next, as one round: that is the later one.
+            num_correct_drafts_per_req[:] = accepted[1].tolist()
         # The scheduler launches a round before it knows which requests the one before has ended.
         running = [not (req.finished() or req.is_retracted) for req in requests]
-        for req in itertools.compress(requests, running):
-            # What SGLang returns as `spec_verify_ct`, and as `spec_cap_length` of each round.
-            req.spec_verify_ct += len(accepted) - 1
+        rounds = zip(requests, accepted.T.tolist(), strict=True)
+        for req, (*earlier, _) in itertools.compress(rounds, running):
+            # What SGLang returns as `spec_cap_length` of each round.
             req.spec_num_cap_tokens += len(accepted) * (plan.drafts + plan.lookups)
+            for count in earlier:
+                req.spec_verify_ct += 1
+                req.spec_num_correct_drafts += count
+                req.update_spec_correct_drafts_histogram(count)
         for of_round in accepted[:, running]:
             sparse, lookups = self._choice.observe(plan, of_round)
             if self._metrics is not None:
@@ -186,7 +193,8 @@ class LosslessWorker(BaseSpecWorker):
                 on_publish(result.new_seq_lens)
             return result
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
-        plan = self._choice.next_round(len(lengths), sum(lengths) / len(lengths))
+        in_pairs = self._runs_in_pairs(batch)
+        plan = self._choice.next_round(len(lengths), sum(lengths) / len(lengths), in_pairs)
         sources = None
         if self._histories is not None:
             # The rounds in flight and these may write more than the host knows.
@@ -202,7 +210,7 @@ class LosslessWorker(BaseSpecWorker):
         )
         passed, outcome, written = self._round(requests, plan)
         first = None
-        if self._goes_on(batch, plan) and passed.routed_experts_output is None:
+        if in_pairs and runs_twice(plan, self._width):
             first = outcome.accepted.to("cpu", non_blocking=True)
             requests = _after(requests, outcome, written)
             passed, outcome, written = self._round(requests, plan, written)
@@ -224,11 +232,12 @@ class LosslessWorker(BaseSpecWorker):
             routed_experts_output=passed.routed_experts_output,
         )
 
-    def _goes_on(self, batch: "ScheduleBatch", plan: Plan) -> bool:
-        """Whether a second round follows without a return to SGLang's loop, which takes the host
-        as long as a round takes the device in a small model."""
+    def _runs_in_pairs(self, batch: "ScheduleBatch") -> bool:
+        """Whether a second narrow round follows the first without a return to SGLang's loop, which
+        takes the host as long as a round takes the device in a small model. What SGLang collects
+        of a pass would be that of the second alone."""
         waits = batch.seq_lens_cpu is not None and batch.req_pool_indices.is_cuda
-        return runs_twice(plan, self._width) and not (waits or batch.return_logprob)
+        return not (waits or batch.return_logprob or self._returns_experts)
 
     def _round(self, requests: Requests, plan: Plan, before: Written | None = None) -> Result:
         return run_round(self._passes, self._histories, requests, plan, self._accept, before)
