@@ -509,7 +509,7 @@ def test_ranks_agree(schedule_file: str, tmp_path: Path, monkeypatch: pytest.Mon
         attention_backend="sparrow",
         sparrow_schedule=schedule_file,
         tp_size=2,
-        **DRAFTS,
+        **IN_PAIRS,
         **POOL,
     ) as engine:
         warm = {"temperature": 1.0, "max_new_tokens": 40}
@@ -518,7 +518,7 @@ def test_ranks_agree(schedule_file: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert ContractModel(model).errors(fields["input_ids"], sampled).max() < FP32
     assert tokens_of(got) == expected
     # Some drafts were accepted, and some rejected.
-    assert all(1 < answer["meta_info"]["spec_accept_length"] < 5 for answer in [sampled, *got])
+    assert all(1 < answer["meta_info"]["spec_accept_length"] < 8 for answer in [sampled, *got])
 
 
 @pytest.fixture(scope="module")
