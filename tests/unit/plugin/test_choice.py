@@ -70,17 +70,20 @@ def test_the_host_is_the_limit_of_small_models() -> None:
     verifications = {1: 1.85e-3, NARROW: 2.1e-3, WIDTH: 2.15e-3}
     times = times_of({1024: {p: 2e-3 * p.drafts + verifications[p.rows] for p in PLANS}})
     at = times.at(1, 1024)
-    assert at[DENSE] == at[Plan(0, 8, WIDTH)] > 3e-3
+    assert at[Plan(0, 8, WIDTH)] > 3e-3
     assert best(at, 0.9, [0.5] * (WIDTH - 1)) == Plan(0, NARROW - 1, NARROW)
+    # On a faster host a dense step takes no longer than on the device.
+    assert best(at, 0.1, [0.02] * (WIDTH - 1)) == DENSE
     # If they do not, as with log-probs, the wide one gives more.
     alone = times.at(1, 1024, in_pairs=False)
-    assert alone[Plan(0, NARROW - 1, NARROW)] == at[DENSE] == alone[DENSE]
+    assert alone[Plan(0, NARROW - 1, NARROW)] == alone[Plan(0, 8, WIDTH)]
     choice = RoundChoice(WIDTH, looks_up=True)
     choice.times = times
     assert choice.next_round(1, 1024, False).rows == WIDTH > choice.next_round(1, 1024).rows
     # The host launches each sparse step.
     short = times_of({1024: {p: 1e-4 * p.drafts + verifications[p.rows] for p in PLANS}})
-    launched = [short.at(1, 1024)[plan] for plan in (DENSE, Plan(4, 4, WIDTH), Plan(8, 0, WIDTH))]
+    plans_of_wide = [Plan(0, 8, WIDTH), Plan(4, 4, WIDTH), Plan(8, 0, WIDTH)]
+    launched = [short.at(1, 1024)[plan] for plan in plans_of_wide]
     assert np.diff(launched) == pytest.approx([4 * (launched[0] - 2.2e-3)] * 2)
     # A large model's are limited by the device.
     assert times_of({1024: LONG}).at(1, 1024) == pytest.approx(LONG)
