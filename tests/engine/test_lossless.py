@@ -614,17 +614,21 @@ def test_two_rounds_in_sequence_are_counted_by_hand() -> None:
     ("changed", "pairs"),
     [
         ({}, True),
-        ({"return_logprob": True}, False),
+        ({"return_logprob": True}, True),
+        ({"return_logprob": True, "top": [0, 2]}, False),
+        ({"return_logprob": True, "ids": [None, [7]]}, False),
         ({"waits": True}, False),
         ({"experts": True}, False),
     ],
 )
-def test_rounds_are_chosen_as_they_run(changed: dict[str, bool], pairs: bool) -> None:
-    """Narrow ones in pairs, unless something of each pass is returned or the host has to wait."""
+def test_rounds_are_chosen_as_they_run(changed: dict[str, Any], pairs: bool) -> None:
+    """Narrow ones in pairs, unless lists of each pass are returned or the host has to wait."""
     worker: Any = object.__new__(LosslessWorker)
     worker._returns_experts = changed.get("experts", False)
     batch: Any = SimpleNamespace(
         return_logprob=changed.get("return_logprob", False),
+        top_logprobs_nums=changed.get("top", [0, 0]),
+        token_ids_logprobs=changed.get("ids", [None, None]),
         seq_lens_cpu=torch.ones(1) if changed.get("waits") else None,
         req_pool_indices=SimpleNamespace(is_cuda=True),
     )

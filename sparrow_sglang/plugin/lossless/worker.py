@@ -210,19 +210,22 @@ class LosslessWorker(BaseSpecWorker):
         )
         passed, outcome, written = self._round(requests, plan)
         first = None
+        if batch.return_logprob:
+            tokens = written.tokens.view(-1)
+            compute_spec_logprobs(batch, passed.logits_output, tokens, chain_stride=plan.rows)
         if in_pairs and runs_twice(plan, self._width):
-            first = outcome.accepted.to("cpu", non_blocking=True)
+            first, earlier = outcome.accepted.to("cpu", non_blocking=True), written
+            logprobs = passed.logits_output.next_token_logprobs
             requests = _after(requests, outcome, written)
-            passed, outcome, written = self._round(requests, plan, written)
+            passed, outcome, written = self._round(requests, plan, earlier)
+            if batch.return_logprob:
+                _join_logprobs(batch, passed.logits_output, logprobs, earlier, written)
         self._in_flight.append((plan, batch.reqs[:], first))
         if on_publish is not None:
             on_publish(written.lengths)
-        tokens = written.tokens.view(-1)
-        if batch.return_logprob:
-            compute_spec_logprobs(batch, passed.logits_output, tokens, chain_stride=plan.rows)
         return GenerationBatchResult(
             logits_output=passed.logits_output,
-            next_token_ids=tokens,
+            next_token_ids=written.tokens.view(-1),
             accept_lens=written.counts,
             next_draft_input=RoundState(outcome.bonus, written.lengths),
             speculative_output_stride=written.tokens.shape[1],
@@ -237,7 +240,11 @@ class LosslessWorker(BaseSpecWorker):
         takes the host as long as a round takes the device in a small model. What SGLang collects
         of a pass would be that of the second alone."""
         waits = batch.seq_lens_cpu is not None and batch.req_pool_indices.is_cuda
-        return not (waits or batch.return_logprob or self._returns_experts)
+        lists = batch.return_logprob and (
+            any(batch.top_logprobs_nums or ())
+            or any(ids is not None for ids in batch.token_ids_logprobs or ())
+        )
+        return not (waits or lists or self._returns_experts)
 
     def _round(self, requests: Requests, plan: Plan, before: Written | None = None) -> Result:
         return run_round(self._passes, self._histories, requests, plan, self._accept, before)
@@ -252,6 +259,19 @@ def _after(requests: Requests, outcome: Outcome, written: Written) -> Requests:
     if known is not None:
         known = known + written.counts.cpu()
     return requests._replace(committed=written.lengths, committed_cpu=known, latest=outcome.bonus)
+
+
+def _join_logprobs(
+    batch: "ScheduleBatch", logits: Any, earlier: torch.Tensor, first: Written, both: Written
+) -> None:
+    """Put log-probs [B, 2 * rows] of the tokens of two rounds into `logits`, the output of the
+    second. `earlier` [B, rows] are those of the `first` one."""
+    rows = earlier.shape[1]
+    columns = first.counts[:, None] + torch.arange(rows, device=earlier.device)
+    tokens = both.tokens.gather(1, columns).view(-1)
+    compute_spec_logprobs(batch, logits, tokens, chain_stride=rows)
+    joined = torch.nn.functional.pad(earlier, (0, rows))
+    logits.next_token_logprobs = joined.scatter_(1, columns, logits.next_token_logprobs)
 
 
 def _few(lengths: list[int]) -> list[int]:
