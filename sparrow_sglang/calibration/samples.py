@@ -75,10 +75,15 @@ def plan_samples(
 
 class WorkFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Raises `InputError` on a folder of other settings, `OSError` if it cannot be written."""
+        """Raises `InputError` on a folder of other settings, or that cannot be made."""
         self.path = path
         target = path / SETTINGS
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CalibrationError(
+                f"--work {path}: {error.strerror}; expected a folder that can be made or written to"
+            ) from None
         stored = read_object(target, "settings of a calibration") if target.exists() else None
         current = json.loads(json.dumps(settings))
         # A command that failed before it measured anything may be corrected.

@@ -45,3 +45,9 @@ def test_a_full_disk_is_one_error_and_keeps_what_was_measured(
     with pytest.raises(OSError, match="No space left .*batch-00000001.parquet"):
         work.add({1: TOKENS})
     assert sorted(work.load()) == [0] and not list(work.path.glob(".draft-*"))
+
+
+def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CalibrationError, match=r"--work .*file/w: Not a directory; expected"):
+        WorkFolder(tmp_path / "file" / "w", {})
