@@ -65,11 +65,18 @@ class Written(NamedTuple):
 
     def followed_by(self, later: "Written") -> "Written":
         """What this round and a `later` one have written, [B, 2 * rows]."""
-        rows = later.tokens.shape[1]
-        columns = self.counts[:, None] + torch.arange(rows, device=self.tokens.device)
-        tokens = torch.nn.functional.pad(self.tokens, (0, rows))
-        tokens.scatter_(1, columns, later.tokens)
+        tokens = self.join(self.tokens, later.tokens)
         return Written(tokens, self.counts + later.counts, later.lengths)
+
+    def columns_behind(self, rows: int) -> torch.Tensor:
+        """Of the tokens of a later round, [B, rows]."""
+        return self.counts[:, None] + torch.arange(rows, device=self.counts.device)
+
+    def join(self, of_these: torch.Tensor, of_later: torch.Tensor) -> torch.Tensor:
+        """What belongs to these tokens [B, rows], and behind it that of a later round's."""
+        rows = of_later.shape[1]
+        joined = torch.nn.functional.pad(of_these, (0, rows))
+        return joined.scatter_(1, self.columns_behind(rows), of_later)
 
 
 def distribution(logits: torch.Tensor, info: "SamplingBatchInfo") -> torch.Tensor:

@@ -267,11 +267,9 @@ def _join_logprobs(
     """Put log-probs [B, 2 * rows] of the tokens of two rounds into `logits`, the output of the
     second. `earlier` [B, rows] are those of the `first` one."""
     rows = earlier.shape[1]
-    columns = first.counts[:, None] + torch.arange(rows, device=earlier.device)
-    tokens = both.tokens.gather(1, columns).view(-1)
+    tokens = both.tokens.gather(1, first.columns_behind(rows)).view(-1)
     compute_spec_logprobs(batch, logits, tokens, chain_stride=rows)
-    joined = torch.nn.functional.pad(earlier, (0, rows))
-    logits.next_token_logprobs = joined.scatter_(1, columns, logits.next_token_logprobs)
+    logits.next_token_logprobs = first.join(earlier, logits.next_token_logprobs)
 
 
 def _few(lengths: list[int]) -> list[int]:
