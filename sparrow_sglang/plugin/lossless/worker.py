@@ -82,6 +82,7 @@ class LosslessWorker(BaseSpecWorker):
         # Rounds whose outcome is not on the host yet, their requests, and drafts accepted in the
         # first of two rounds.
         self._in_flight: deque[tuple[Plan, list[Req], torch.Tensor | None]] = deque()
+        self._prefilled = False
         counts = server_args.enable_metrics and get_parallel().tp_rank == 0
         self._metrics = DraftMetrics(server_args, replica_rank(ignored)) if counts else None
 
@@ -183,6 +184,7 @@ class LosslessWorker(BaseSpecWorker):
         """One prefill, or one or two rounds. `on_publish` receives the new lengths as soon as they
         are known."""
         self._passes.weights.refresh()
+        prefilled, self._prefilled = self._prefilled, batch.forward_mode.is_extend()
         if batch.forward_mode.is_extend():
             result = self._target_worker.forward_batch_generation(batch)
             if self._histories is not None:
@@ -193,7 +195,8 @@ class LosslessWorker(BaseSpecWorker):
                 on_publish(result.new_seq_lens)
             return result
         lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
-        in_pairs = self._runs_in_pairs(batch)
+        # SGLang returns a prefill's tokens once it has launched what follows.
+        in_pairs = not prefilled and self._runs_in_pairs(batch)
         plan = self._choice.next_round(len(lengths), sum(lengths) / len(lengths), in_pairs)
         sources = None
         if self._histories is not None:
