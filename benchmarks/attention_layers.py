@@ -122,6 +122,8 @@ def in_turn(calls: Sequence[Callable[[], object]]) -> None:
 def captured(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     """The calls one after the other as a CUDA graph."""
     stream = torch.cuda.Stream()
+    # It would not wait for what makes the inputs.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         in_turn(calls)
     torch.cuda.synchronize()
