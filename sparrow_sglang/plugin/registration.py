@@ -31,7 +31,7 @@ from sparrow_sglang.plugin.hooks import (
 )
 from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND, refuse
-from sparrow_sglang.plugin.scheduler import adapter_checks
+from sparrow_sglang.plugin.scheduler import adapter_checks, allocation
 from sparrow_sglang.plugin.scheduler.exact_acceptance import record_size
 from sparrow_sglang.plugin.scheduler.weight_checks import Checkpoint
 from sparrow_sglang.plugin.server_log import announce
@@ -111,7 +111,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     refuse(version_problems())
     view, model_config = resolved(runner.server_args), runner.model_config
     mode = mode_of(view)
-    if PROCESS.error is None and mode.hooks:
+    if PROCESS.error is None:
         _add_hooks(mode.hooks)
     require_registration()
     refuse(server_problems(view))
@@ -130,6 +130,9 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 
     backend = SparrowAttnBackend(runner, schedule)
+    if runner.device == "cuda":
+        table = runner.req_to_token_pool.req_to_token
+        allocation.compile_kernels(runner.token_to_kv_pool_allocator, table, mode.is_dense)
     if (lora_manager := getattr(runner, "lora_manager", None)) is not None:
         # Now, and not while requests wait for the first adapter.
         adapter_checks.module_shapes(lora_manager.base_hf_config)

@@ -1,5 +1,6 @@
-"""No kernel of a lossless round is compiled while requests run: what a batch changes is no constant
-of a kernel. Triton chooses variants as on an H100, and neither compiles nor launches them."""
+"""No kernel of a lossless round, or of an allocation, is compiled while requests run: what a batch
+changes is no constant of a kernel. Triton chooses variants as on an H100, and neither compiles nor
+launches them."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from frequencies import sampling
+from sglang.srt.mem_cache import allocation as sglang_allocation
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -19,6 +22,8 @@ from sparrow_sglang.plugin.lossless.drafts import Outcome, Requests
 from sparrow_sglang.plugin.lossless.kernels import KernelDrafts
 from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
 from sparrow_sglang.plugin.lossless.lookups import Sources
+from sparrow_sglang.plugin.scheduler import allocation
+from sparrow_sglang.sglang_compat.versions import resolve_target
 
 VOCABULARY, WIDTH, LONGEST = 15_194, 9, 600
 
@@ -36,7 +41,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return variant
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_variant)
-    active = {"get_current_device": lambda: "none", "get_current_stream": lambda _: 0}
+    # Triton keeps the variants of a device; this one is of this test.
+    device = object()
+    active = {"get_current_device": lambda: device, "get_current_stream": lambda _: 0}
     active["get_current_target"] = lambda: GPUTarget("cuda", 90, 32)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(**active))
     return names
@@ -92,3 +99,58 @@ def test_requests_meet_no_kernel_that_rounds_were_not_timed_with(
             req.extra_key = req.cache_salt = None
         histories.prefilled(reqs, torch.zeros(batch, dtype=torch.int32))
     assert sorted(compiled) == timed
+
+
+@pytest.fixture
+def one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the hooks leave it."""
+    for hook in allocation.HOOKS + allocation.OF_ROUNDS:
+        original = resolve_target(hook.target)
+        bounded = lambda size, of=original: allocation.one_bound(of(size), size)  # noqa: E731
+        monkeypatch.setattr(hook.target, bounded)
+
+
+def allocator_of(pages: int, kernels: bool) -> PagedTokenToKVPoolAllocator:
+    allocator = PagedTokenToKVPoolAllocator(16 * pages, 16, torch.bfloat16, "cpu", None, False)
+    allocator.use_triton_kernels = kernels
+    return allocator
+
+
+@pytest.mark.usefixtures("one_bound")
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_no_batch_meets_an_allocation_that_is_not_compiled(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, in_rounds: bool
+) -> None:
+    monkeypatch.setattr(sglang_allocation, "attention_backends", lambda: ("sparrow", "sparrow"))
+    monkeypatch.setattr(sglang_allocation, "_is_cpu", False)
+    allocator, table = allocator_of(999, kernels=True), torch.zeros(70, 50, dtype=torch.int32)
+    allocation.compile_kernels(allocator, table, in_rounds)
+    before = sorted(compiled)
+    assert len(before) == (6 if in_rounds else 2)
+    for batch in (1, 2, 3, 16, 33, 64):
+        rows = torch.zeros(batch, dtype=torch.int64)
+        lengths = rows + 40
+        allocator.alloc_extend(rows, rows, lengths, lengths, rows - 1, 40 * batch)
+        if in_rounds:
+            lengths, longer = lengths.int(), lengths.int() + 20
+            last = sglang_allocation.get_last_loc(table, rows, lengths)
+            new = allocator.alloc_extend(lengths, lengths, longer, longer, last, 20 * batch)
+            sglang_allocation.assign_req_to_token_pool_func(
+                rows, table, lengths, longer, new, batch
+            )
+        else:
+            allocator.alloc_decode(lengths + 1, lengths + 1, table[rows, rows])
+        allocator.clear()
+    assert sorted(compiled) == before
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_what_is_allocated_to_compile_is_free_again(
+    monkeypatch: pytest.MonkeyPatch, in_rounds: bool
+) -> None:
+    for name in ("get_last_loc", "assign_req_to_token_pool_func"):
+        monkeypatch.setattr(sglang_allocation, name, lambda *_: None)
+    allocator = allocator_of(3, kernels=False)
+    allocation.compile_kernels(allocator, torch.zeros(70, 50, dtype=torch.int32), in_rounds)
+    assert allocator.available_size() == 3 * 16
+    assert allocator.free_pages.tolist() == [1, 2, 3]
