@@ -3,6 +3,7 @@ replicas, which time and count rounds of their own."""
 
 import asyncio
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines import (
+    flush,
     import_for_fork,
     last_of,
     random_prompt,
@@ -22,7 +24,7 @@ from oracle import ContractModel
 from rounds import rounds_of_ranks, run_recorded
 from safetensors.torch import load_file
 
-from sparrow_sglang.client.control import set_schedule
+from sparrow_sglang.client.control import get_schedule, set_schedule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -177,3 +179,61 @@ def test_released_memory_returns_on_both_ranks(engine: Any, models: list[str]) -
     first, second = (answer["output_ids"] for answer in answers)
     assert first == second
     assert all(1 < answer["meta_info"]["spec_accept_length"] for answer in answers)
+
+
+def counted(folder: Path) -> dict[tuple[str, str], float]:
+    """Counters of drafts of an engine in this process, by name and data-parallel rank."""
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(folder))
+    found: Counter[tuple[str, str]] = Counter()
+    for metric in registry.collect():
+        for sample in metric.samples:
+            if metric.name.startswith("sparrow:") and sample.name.endswith("_total"):
+                found[sample.name, sample.labels["dp_rank"]] += sample.value
+    return found
+
+
+def test_replicas_time_switch_and_count_their_own_rounds(
+    models: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    arguments = ARGUMENTS | {"dp_size": 2, "enable_metrics": True, "max_total_tokens": 32768}
+    # Drafts of so small a model do not pay, so that rounds follow a plan after the measurement.
+    plans = [(7, 0, 8), (3, 4, 8), (0, 3, 4)]
+    said = []
+    with start_engine(models[0], measured=ON_GPU, rounds=plans, **arguments) as engine:
+        for schedule in ("fixed-64", "fixed-128"):
+            if said:
+                set_schedule(engine, schedule)
+            assert get_schedule(engine).name == schedule
+            said.append(capfd.readouterr().err)
+            for rank in ("0", "1"):
+                before = counted(tmp_path)
+                answers = engine.generate(
+                    input_ids=[random_prompt(seed, 300) for seed in range(3 + int(rank))],
+                    sampling_params=greedy(60),
+                    routed_dp_rank=int(rank),
+                )
+                metas = [answer["meta_info"] for answer in answers]
+                assert {str(meta["dp_rank"]) for meta in metas} == {rank}
+                # A round may be in flight that was launched before these had ended.
+                flush(engine)
+                now = counted(tmp_path)
+                counts = {name: now[name] - before[name] for name in now}
+                accepted = sum(meta["spec_num_correct_drafts"] for meta in metas)
+                offered = sum(meta["spec_cap_length"] * meta["spec_verify_ct"] for meta in metas)
+                assert counts["sparrow:accepted_drafts_total", rank] == accepted > 0
+                judged = counts["sparrow:drafts_total", rank]
+                drafted = counts["sparrow:drafted_tokens_total", rank]
+                assert accepted < judged <= round(offered) <= drafted <= offered * 1.5
+                assert not any(count for (_, other), count in counts.items() if other != rank)
+    for rank in (0, 1):
+        assert f"dp rank {rank}, tp rank 0: schedule fixed-64 is replaced" in said[1]
+    timed = [text.count("rounds draft where it pays") for text in said]
+    # Once by each replica.
+    assert timed == ([2, 2] if ON_GPU else [0, 0])

@@ -48,24 +48,29 @@ def divisible(tmp_path: Path) -> str:
     return ascii_task.save_model_of_bytes(tmp_path / "model", **sizes, intermediate_size=1024)
 
 
+PARTS: dict[str, dict[str, Any]] = {
+    "colocated": {"trainers": 2, "engines": 2, "colocate": "true"},
+    "apart": {"trainers": 1, "engines": 1},
+    "tensor-parallel": {"trainers": 2, "engines": 1, "colocate": "true", "gpus_per_engine": 2},
+}
+
+
+def settings_of(parts: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of a run on two GPUs that are shared out by this name."""
+    settings = {f"cluster.{name}": value for name, value in PARTS[parts].items()}
+    if "gpus_per_engine" in PARTS[parts]:
+        model = request.getfixturevalue("divisible")
+        settings |= {"model.path": model, "task.name": "ascii_task:load"}
+    return settings
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"trainers": 2, "engines": 2, "colocate": "true"},
-        {"trainers": 1, "engines": 1},
-        {"trainers": 2, "engines": 1, "colocate": "true", "gpus_per_engine": 2},
-    ],
-    ids=["colocated", "apart", "tensor-parallel"],
-)
+@pytest.mark.parametrize("parts", PARTS)
 def test_a_run_of_two_gpus_trains_and_goes_on(
-    tmp_path: Path, parts: dict[str, Any], request: pytest.FixtureRequest
+    tmp_path: Path, parts: str, request: pytest.FixtureRequest
 ) -> None:
     run_dir = tmp_path / "run"
-    cluster = {f"cluster.{name}": value for name, value in parts.items()}
-    if "gpus_per_engine" in parts:
-        cluster["model.path"] = request.getfixturevalue("divisible")
-        cluster["task.name"] = "ascii_task:load"
+    cluster = settings_of(parts, request)
     sparrow_train(run_dir, steps=2, **cluster)
     sparrow_train(run_dir, "--resume", steps=3, **cluster)
     steps = ascii_task.rows(run_dir)
@@ -87,3 +92,19 @@ def test_a_run_of_two_gpus_trains_and_goes_on(
     )
     changes = [(third[name] - second[name]).abs().float().mean() for name in second]
     assert 0 < max(map(float, changes)) < 2e-4
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("parts", ["apart", "tensor-parallel"])
+def test_a_lossless_engine_samples_by_the_weights_of_each_step(
+    tmp_path: Path, parts: str, request: pytest.FixtureRequest
+) -> None:
+    """The rollout before a step, and the first one after it."""
+    sparrow_train(
+        tmp_path / "run", steps=2, **settings_of(parts, request), **{"engine.lossless": "true"}
+    )
+    before, after = ascii_task.rows(tmp_path / "run")
+    assert before["actor/optimizer_steps"] == 1 and before["actor/grad_norm"] > 0
+    for row in (before, after):
+        assert row["sparrow/tokens_per_round"] >= 1
+        assert row["rollout_corr/log_ppl_abs_diff"] < 0.01
