@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparrow_sglang.plugin.names import LOOKUPS_FIELD, LOSSLESS, WEIGHTS_FIELD
-from sparrow_sglang.plugin.scheduler import allocation
 from sparrow_sglang.plugin.scheduler_calls import gather_tp
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.plugin.state import Hook
@@ -40,7 +39,7 @@ class Mode:
     schedule = AUTO
     adapter_problem: str | None = None
     times_each_schedule = False
-    hooks: tuple[Hook, ...] = allocation.HOOKS
+    hooks: tuple[Hook, ...] = ()
 
     def argument_problems(self, server_args: "ServerArgs") -> list[str]:
         """One sentence for each argument with which this mode does not run."""

@@ -111,7 +111,7 @@ def build_backend(runner: "ModelRunner") -> "AttentionBackend":
     refuse(version_problems())
     view, model_config = resolved(runner.server_args), runner.model_config
     mode = mode_of(view)
-    if PROCESS.error is None:
+    if PROCESS.error is None and mode.hooks:
         _add_hooks(mode.hooks)
     require_registration()
     refuse(server_problems(view))

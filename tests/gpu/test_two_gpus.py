@@ -99,7 +99,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def engine(model: str, layout: str) -> Iterator[LocalEngine]:
     with unseen_audits():
-        engine = start(model, **LAYOUTS[layout], sparrow_audit_rate=1.0)
+        engine = start(model, **LAYOUTS[layout], sparrow_audit_rate=1.0, enable_metrics=True)
     yield engine
     engine.close()
 

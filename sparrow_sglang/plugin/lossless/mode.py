@@ -10,7 +10,6 @@ from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
 from sparrow_sglang.plugin.lossless.hooks import HOOKS
 from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.names import DRAFT_WEIGHTS, LOSSLESS, MAX_DRAFT_TOKENS, WEIGHTS_FIELD
-from sparrow_sglang.plugin.scheduler import allocation
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.options import DraftUsage, RequestError, RequestOption
 from sparrow_sglang.schedules.schedule import DRAFTS, BudgetSchedule
@@ -62,7 +61,7 @@ class Lossless(Mode):
     schedule = DRAFTS
     adapter_problem = "lossless decoding applies no adapter: merge it into the weights"
     times_each_schedule = True
-    hooks = HOOKS + allocation.HOOKS + allocation.OF_ROUNDS
+    hooks = HOOKS
 
     def argument_problems(self, server_args: "ServerArgs") -> list[str]:
         field = f"speculative_algorithm={LOSSLESS!r}"
