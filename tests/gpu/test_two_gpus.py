@@ -9,9 +9,10 @@ from typing import Any
 import engines
 import pytest
 import torch
-from audits import outcomes, unseen_audits
+from audits import outcomes
 from engines import random_prompt, save_tiny_model
 from oracle import ContractModel
+from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.plugin.launcher.audit.statistics import AuditReport
@@ -97,8 +98,14 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(model: str, layout: str) -> Iterator[LocalEngine]:
-    with unseen_audits():
+def engine(
+    model: str, layout: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalEngine]:
+    # This process has the metrics of the layout before.
+    for collector in [*REGISTRY._collector_to_names]:
+        REGISTRY.unregister(collector)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path_factory.mktemp("metrics")))
         engine = start(model, **LAYOUTS[layout], sparrow_audit_rate=1.0, enable_metrics=True)
     yield engine
     engine.close()
