@@ -48,6 +48,8 @@ _8B, _1B = "rollout --model qwen3-8b", "rollout --model qwen3-1.7b"
 _ROUNDS = "--schedules drafts --drafts 8 0+3 0+8 1+2 3+5"
 # Steps are the same without graphs of prefills, and engines start earlier.
 _STEPS = """--prefills 0 --repeats 2 --engine-args '{"disable_prefill_cuda_graph": true}'"""
+_STEPS_TP2 = _STEPS.replace("{", '{"tp_size": 2, ')
+_TP2 = "step --models qwen3-8b --cases 1x4096 8x32768 64x1024"
 _8B_CASES = "1x1024 4x4096 16x8192 8x32768 64x1024 64x4096"
 _SPARSE = f"step --models qwen3-1.7b --schedules qwen3-1.7b-0.86 {INT4} --cases 16x32768"
 _SPARSE_CODER = f"step --models {CODER} --schedules {CODER}-int4-0.86 --cases 16x30720"
@@ -60,6 +62,7 @@ PARTS = {
         f"rollout --model-path {CODER} --sequences 1 16 64 --drafts 8", 130, 115, **{NGRAM: 200}
     ),
     "steps-8b": _three(f"step --models qwen3-8b --cases {_8B_CASES} {_ROUNDS} {_STEPS}", 210, 130),
+    "steps-8b-tp2": _three(f"{_TP2} {_ROUNDS} {_STEPS_TP2}", 180, 75),
     "sparse-1.7b": _three(f"{_SPARSE} {_STEPS}", 230, 100),
     "sparse-coder": _three(f"{_SPARSE_CODER} {_STEPS}", 110, 90),
     "steps-30b": _three(

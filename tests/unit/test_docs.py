@@ -184,6 +184,31 @@ def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
         assert f"{label}, {last:.1f} s" in figure
 
 
+def test_rounds_on_two_gpus_are_those_of_the_result() -> None:
+    of_case: dict[str, tuple[list[float], list[float]]] = {}
+    for row in result_rows("steps-8b-tp2"):
+        of_case.setdefault(row["case"], ([], []))[row["side"] == "sparrow"].append(row["step_ms"])
+    cells = []
+    for case, ([stock], ours) in of_case.items():
+        batch, length = map(int, case.split("x"))
+        cells.append(f"{batch} × {length // 1024}K {stock:.2f}, {min(ours):.2f}")
+    assert f"the best round: {'; '.join(cells)}." in page("docs/benchmarks.md")
+
+
+def test_attention_of_the_page_is_that_of_the_result() -> None:
+    of_case = {
+        row["case"]: row for row in result_rows("attention") if row["schedule"] == "qwen3-8b-0.86"
+    }
+    one, many = of_case["1x32768"], of_case["16x32768"]
+    ours, theirs = (
+        [f"{row[name]:.1f}" for row in (one, many)]
+        for name in ("sparrow_us", "flashinfer_tensor_us")
+    )
+    text = page("docs/how-it-works.md")
+    assert f"{ours[0]} µs a layer for 1 × 32K and {ours[1]} for 16 × 32K" in text
+    assert f"takes {theirs[0]} and {theirs[1]} without its plan" in text
+
+
 def test_rounds_of_the_pages_are_those_of_the_result() -> None:
     lossless, readme = page("docs/lossless.md"), page("README.md")
     of_case: dict[str, dict[Any, float]] = {}
