@@ -13,8 +13,10 @@ def compile_kernels(allocator: Any, req_to_token: torch.Tensor, rounds: bool) ->
     """Compile them for prefills, and for rounds of lossless decoding or else for decode steps. The
     pool is as large afterwards as before."""
     device = req_to_token.device
+    # With sliding windows the pool of their layers is the smaller one.
+    pages = allocator.available_size() // allocator.page_size
     batch = 1
-    while batch <= min(_LARGEST, len(req_to_token), allocator.size // allocator.page_size):
+    while batch <= min(_LARGEST, len(req_to_token), pages):
         on_host = torch.ones(batch, dtype=torch.int64)
         one, nothing = on_host.to(device), req_to_token.new_full((batch,), -1)
 

@@ -139,7 +139,8 @@ def test_what_is_allocated_to_compile_is_free_again(
 ) -> None:
     for name in ("get_last_loc", "assign_req_to_token_pool_func"):
         monkeypatch.setattr(sglang_allocation, name, lambda *_: None)
-    allocator = allocator_of(3, kernels=False)
+    allocator = allocator_of(4, kernels=False)
+    allocator.alloc(16)
     allocation.compile_kernels(allocator, torch.zeros(70, 50, dtype=torch.int32), in_rounds)
     assert allocator.available_size() == 3 * 16
-    assert allocator.free_pages.tolist() == [1, 2, 3]
+    assert allocator.free_pages.tolist() == [2, 3, 4]
