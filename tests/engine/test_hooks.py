@@ -1,9 +1,10 @@
 """Memory that hooks set aside for landmarks in SGLang's KV pools."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
+from configs import kv_configurator
 
 from sparrow_sglang.plugin.arguments.server_args import prepare_model
 from sparrow_sglang.plugin.scheduler import memory
@@ -16,23 +17,12 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
 
 
-def configurator(
-    backend: str, start: int, end: int, page_size: int, hf_config: object
-) -> SimpleNamespace:
-    return SimpleNamespace(
-        server_args=SimpleNamespace(
-            attention_backend=backend,
-            prefill_attention_backend=None,
-            decode_attention_backend=None,
-            sparrow_schedule="fixed-512",
-            speculative_algorithm=None,
-            page_size=page_size,
-        ),
-        model_config=SimpleNamespace(
-            hf_config=hf_config, head_dim=64, get_num_kv_heads=lambda tp_size: 8 // tp_size
-        ),
+def configurator(backend: str, start: int, end: int, page_size: int, hf_config: object) -> Any:
+    heads = {"head_dim": 64, "get_num_kv_heads": lambda tp_size: 8 // tp_size}
+    return kv_configurator(
+        {"attention_backend": backend, "page_size": page_size},
+        {"hf_config": hf_config, **heads},
         layer_info=SimpleNamespace(start_layer=start, end_layer=end),
-        kv_cache_dtype=torch.bfloat16,
     )
 
 

@@ -3,15 +3,10 @@ compile one, and compiles another for each new set of constant arguments and for
 or multiples of 16."""
 
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import triton
 from pools import make_schedule
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.gpu_decode import DecodeShape, TritonPagedDecode
@@ -24,37 +19,6 @@ from sparrow_sglang.schedules.schedule import INT4, RULES, SelectionRule
 BATCHES = [1, 2, 4, 8, 12, *range(16, 257, 8)]
 DIM, PAGES = 128, 2048
 CPU = torch.device("cpu")
-
-
-class Triton:
-    """Counts the kernels that Triton would compile for an H100; the launches do nothing."""
-
-    def __init__(self) -> None:
-        self.compiled: list[str] = []
-
-    def get_current_device(self) -> "Triton":
-        return self
-
-    def get_current_stream(self, device: object) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def compile(self, kernel: Any, key: str, *_: Any) -> Any:
-        self.compiled.append(kernel.fn.__name__)
-        launch = {"function": 0, "packed_metadata": 0, "run": lambda *_: None}
-        done = SimpleNamespace(launch_metadata=lambda *_: None, **launch)
-        return kernel.device_caches[self][0].setdefault(key, done)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that have been compiled, one for each set of constants."""
-    counter = Triton()
-    monkeypatch.setattr(triton.runtime.driver, "_active", counter)
-    monkeypatch.setattr(JITFunction, "_do_compile", lambda *args: counter.compile(*args))
-    return counter.compiled
 
 
 @pytest.mark.parametrize("kv_heads", [4, 8])

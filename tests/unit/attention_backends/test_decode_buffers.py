@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from configs import kv_configurator
 from pools import Pool, make_schedule
 
 from sparrow_sglang.attention_backends import gpu_decode
@@ -134,38 +135,17 @@ class TestMemory:
         )
 
         def bytes_left(
-            available: int, backend="sparrow", device="cuda", kv_dtype=torch.bfloat16, **fields
+            available: int, device="cuda", kv_dtype=torch.bfloat16, **server
         ) -> int | None:
-            arguments = {
-                "attention_backend": backend,
-                "sparrow_audit_rate": 0.0,
-                "prefill_attention_backend": None,
-                "decode_attention_backend": None,
-                "sparrow_schedule": "fixed-512",
-                "page_size": 16,
-                "max_running_requests": None,
-                "speculative_algorithm": None,
-                "speculative_num_draft_tokens": None,
-                "cuda_graph_config": SimpleNamespace(
-                    decode=SimpleNamespace(backend="full", max_bs=512)
-                ),
+            model = {
+                "hf_config": {"num_hidden_layers": 64},
+                "head_dim": 128,
+                "hidden_size": 5120,
+                "num_attention_heads": 64,
+                "context_len": 262_144,
+                "get_num_kv_heads": lambda tp_size: 16 // tp_size,
             }
-            kvc = SimpleNamespace(
-                device=device,
-                gpu_id=0,
-                is_draft_worker=False,
-                kv_cache_dtype=kv_dtype,
-                server_args=SimpleNamespace(**(arguments | fields)),
-                model_config=SimpleNamespace(
-                    hf_config={"num_hidden_layers": 64},
-                    head_dim=128,
-                    hidden_size=5120,
-                    dtype=torch.bfloat16,
-                    num_attention_heads=64,
-                    context_len=262_144,
-                    get_num_kv_heads=lambda tp_size: 16 // tp_size,
-                ),
-            )
+            kvc = kv_configurator(server, model, device=device, kv_cache_dtype=kv_dtype)
             prepare_model(None, kvc)
             return memory.reserve_decode_buffers(available, kvc, 80.0)
 
@@ -181,5 +161,5 @@ class TestMemory:
         assert 10**10 - left(10**10, kv_dtype=kv_dtype, max_running_requests=17) == held
 
     def test_others_leave_everything(self, left):
-        assert left(100, backend="flashinfer") is None
+        assert left(100, attention_backend="flashinfer") is None
         assert left(100, device="cpu") is None

@@ -1,6 +1,5 @@
 """No kernel of a lossless round, or of an allocation, is compiled while requests run: what a batch
-changes is no constant of a kernel. Triton chooses variants as on an H100, and neither compiles nor
-launches them."""
+changes is no constant of a kernel."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,9 +10,6 @@ import torch
 from frequencies import sampling
 from sglang.srt.mem_cache import allocation as sglang_allocation
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from sparrow_sglang.planning.rounds import plans
 from sparrow_sglang.plugin.lossless import round as rounds
@@ -25,27 +21,6 @@ from sparrow_sglang.plugin.lossless.lookups import Sources
 from sparrow_sglang.plugin.scheduler import allocation
 
 VOCABULARY, WIDTH, LONGEST = 15_194, 9, 600
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels for which Triton has looked for a variant in vain."""
-    names = []
-
-    def compile_variant(kernel: Any, key: Any, _: Any, device: Any, *rest: Any) -> Any:
-        names.append(kernel.fn.__name__)
-        variant = SimpleNamespace(function=0, packed_metadata=0)
-        variant.launch_metadata = variant.run = lambda *_: None
-        kernel.device_caches[device][0][key] = variant
-        return variant
-
-    monkeypatch.setattr(JITFunction, "_do_compile", compile_variant)
-    # Triton keeps the variants of a device; this one is of this test.
-    device = object()
-    active = {"get_current_device": lambda: device, "get_current_stream": lambda _: 0}
-    active["get_current_target"] = lambda: GPUTarget("cuda", 90, 32)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(**active))
-    return names
 
 
 def test_requests_meet_no_kernel_that_rounds_were_not_timed_with(

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,49 +15,23 @@ from transformers import LlamaConfig
 from sparrow_sglang.plugin.scheduler.adapter_checks import module_shapes
 from sparrow_sglang.sglang_compat.arguments import attention_backends, resolved
 
-DEEPSEEK = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-GEMMA3 = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-GEMMA2 = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "sliding_window": 128,
-    "attn_logit_softcapping": 50.0,
-}
-QWEN2_WINDOW = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "use_sliding_window": True,
-    "sliding_window": 128,
-    "max_window_layers": 0,
-}
-QWEN3_NEXT = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "full_attention_interval": 4,
-}
+
+def config_of(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type, **fields}
 
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+HEADS = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+DEEPSEEK = config_of("DeepseekV2", "deepseek_v2", kv_lora_rank=32, q_lora_rank=None, **HEADS)
+WINDOWS = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GPT_OSS = config_of("GptOss", "gpt_oss", **WINDOWS)
+GEMMA3 = config_of("Gemma3", "gemma3_text", **WINDOWS)
+GEMMA2 = config_of("Gemma2", "gemma2", sliding_window=128, attn_logit_softcapping=50.0)
+QWEN2_WINDOW = config_of(
+    "Qwen2", "qwen2", use_sliding_window=True, sliding_window=128, max_window_layers=0
+)
+LINEAR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+QWEN3_NEXT = config_of("Qwen3Next", "qwen3_next", full_attention_interval=4, **LINEAR)
+LLAMA = config_of("Llama", "llama")
 # InfLLM v2 of MiniCPM4, and that of MiniMax M3.
 SPARSE = {"kernel_size": 32, "block_size": 64, "topk": 64, "dense_len": 8192}
 
@@ -80,9 +55,8 @@ def test_model(make_args, tmp_path, config):
 
 def test_a_model_for_which_sglang_puts_another_backend_in_the_place_of_ours(make_args, tmp_path):
     """HRM-Text attends to its prompt in both directions, in Triton."""
-    config = {"architectures": ["HrmTextForCausalLM"], "model_type": "hrm_text"}
     with pytest.raises(ValueError, match="triton"):
-        make_args(save_config(tmp_path, **config))
+        make_args(save_config(tmp_path, **config_of("HrmText", "hrm_text")))
 
 
 @pytest.mark.parametrize("graphs", ["breakable", "disabled"])
