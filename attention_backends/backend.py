@@ -32,13 +32,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def _whole_pool(pool: "KVCache") -> "MHATokenToKVPool":
-    """The pool of the layers that keep the KV of all tokens: SGLang may give windows a pool of
-    their own, and keep the states of linear attention beside it."""
-    whole: MHATokenToKVPool = getattr(pool, "full_kv_pool", pool)
-    return whole
-
-
 def _held_layers(pool: "KVCache") -> list[int]:
     # A pool with windows has the first mapping, of all its layers; a pool beside linear attention
     # has the second, of the other layers.
@@ -92,7 +85,8 @@ class SparrowAttnBackend(AttentionBackend):
     def __init__(self, model_runner: "ModelRunner", schedule: BudgetSchedule) -> None:
         super().__init__()
         both_pools = model_runner.token_to_kv_pool
-        pool = _whole_pool(both_pools)
+        # Windows may have a pool of their own, and the states of linear attention lie beside it.
+        pool: MHATokenToKVPool = getattr(both_pools, "full_kv_pool", both_pools)
         self.token_to_kv_pool = both_pools
         self.req_to_token_pool = model_runner.req_to_token_pool
         num_pages = pool.k_buffer[0].shape[0] // schedule.page_size

@@ -8,7 +8,6 @@ from sparrow_sglang.hf_config import window_layers
 from sparrow_sglang.sglang_compat.arguments import stock_attention_backend
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -80,6 +79,7 @@ def build_dense_side(
 
         return TorchDenseBackend(model_runner), nullcontext()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.radix_attention import RadixAttention
 
     name = dense_backend(model_runner.server_args, model_runner.model_config)
     backend: AttentionBackend = ATTENTION_BACKENDS[name](model_runner)
@@ -90,7 +90,8 @@ def build_dense_side(
         backend.sliding_window_size += 1
     if name != "flashinfer":
         return backend, nullcontext()
-    if has_windows or _has_kv_scales(model_runner.model):
+    layers = (each for each in model_runner.model.modules() if isinstance(each, RadixAttention))
+    if has_windows or any(kv_scales(layer) != (1.0, 1.0) for layer in layers):
         # Read KV from the pool. Otherwise new tokens without a prefix would attend past their
         # window, and new tokens with a prefix would read the prefix without its scales.
         backend.use_paged = True
@@ -114,13 +115,6 @@ class PlanGuard:
 
     def __exit__(self, *error: object) -> None:
         self._copied.record()
-
-
-def _has_kv_scales(model: "torch.nn.Module") -> bool:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
-    return any(kv_scales(layer) != (1.0, 1.0) for layer in layers)
 
 
 def kv_scales(layer: "RadixAttention") -> tuple[float, float]:
