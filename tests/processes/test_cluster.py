@@ -16,7 +16,6 @@ import ray
 import torch
 from ascii_task import rows, untimed
 from cluster_engine import Repeatable, pid, pids
-from distillation import GRADIENT_ROUNDING
 from ray.cluster_utils import Cluster
 from reward_groups import scores_of
 from sampler import TOKENS
@@ -105,8 +104,9 @@ def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 def require_same(one: TrainConfig, other: TrainConfig) -> None:
     for alone, both in zip(untimed(one.run_dir), untimed(other.run_dir), strict=True):
+        # Differences of distributions that nearly coincide are rounded more than their sums.
         norms = (row.pop("sparrow/distill_grad_norm", 0.0) for row in (both, alone))
-        assert next(norms) == pytest.approx(next(norms), rel=GRADIENT_ROUNDING)
+        assert next(norms) == pytest.approx(next(norms), rel=5e-4)
         assert both == pytest.approx(alone, rel=1e-5, abs=1e-5)
     for name, weight in weights(one.run_dir, one.steps).items():
         found = weights(other.run_dir, other.steps)[name]

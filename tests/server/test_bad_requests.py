@@ -13,8 +13,6 @@ from waiting import wait_until
 PROMPT = [5] * 40
 SAMPLING = {"max_new_tokens": 2, "ignore_eos": True}
 RIGHT = {"input_ids": PROMPT, "sampling_params": SAMPLING}
-WORDS = [{"role": "user", "content": "w5 w6"}]
-OPTION = {"dense": True}
 LOGPROBS = {"return_logprob": True}
 
 
@@ -62,6 +60,7 @@ BAD_PARAMETERS: list[dict[str, Any]] = [
     {"n": 0},
     {"n": 30_000},
     {"n": None},
+    {"sparrow": {"dense": True}},
     {"stop_regex": "("},
     {"stop_regex": ["a", r"(a)\1"]},
     {"stop_regex": "\n+(?=Q:)"},
@@ -127,18 +126,3 @@ def test_a_client_that_leaves_ends_no_request_but_its_own(client: httpx.Client) 
 def test_empty_items_to_score(client: httpx.Client) -> None:
     body = {"model": "tiny", "query": [], "items": [[]], "label_token_ids": [5]}
     assert "expected one token or more" in refused(client, "/v1/score", body)
-
-
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        ("/generate", {"text": "w5", "sampling_params": {"sparrow": OPTION}}),
-        ("/invocations", {"model": "tiny", "messages": WORDS, "sparrow": OPTION}),
-        ("/api/chat", {"model": "tiny", "messages": WORDS, "options": {"sparrow": OPTION}}),
-    ],
-    ids=str,
-)
-def test_an_option_in_a_place_where_nobody_reads_it(
-    client: httpx.Client, route: str, body: dict[str, Any]
-) -> None:
-    assert "sparrow" in refused(client, route, body)

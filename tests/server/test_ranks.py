@@ -19,7 +19,7 @@ from oracle import ContractModel
 
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.client.control import get_schedule, set_schedule
-from sparrow_sglang.client.endpoint import EndpointError, connect
+from sparrow_sglang.client.endpoint import EndpointError
 from sparrow_sglang.plugin.scheduler_calls import rank_name
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
@@ -142,18 +142,6 @@ def test_replicas_that_disagree_are_reported_until_one_schedule_is_set(replicas:
     assert get_schedule(replicas).name == "fixed-128"
     decoded_by(replicas, "fixed-128", 0, 1)
     set_schedule(replicas, "fixed-64")
-
-
-def test_landmarks_of_all_replicas_are_counted(replicas: Any) -> None:
-    """Before other engines start: SGLang 0.5.23 then asks those how many they have."""
-    set_schedule(replicas, "fixed-64")
-    connect(replicas).flush_cache()
-    for rank in (0, 1):
-        replicas.generate(
-            input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, routed_dp_rank=rank
-        )
-    found = connect(replicas).call_sparrow("landmarks")
-    assert found == {"pages": 2 * (len(PROMPT) // 16)}
 
 
 def test_each_rank_has_the_landmarks_of_its_kv_heads(model: str, tmp_path: Path) -> None:

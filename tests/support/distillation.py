@@ -8,10 +8,6 @@ from sparrow_sglang.rl.config import DistillConfig, ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
-# The gradient's relative rounding error. Both distributions nearly coincide, and log-probs are
-# rounded to a few 1e-7, which their differences are small beside.
-GRADIENT_ROUNDING = 5e-4
-
 SCHEDULE = BudgetSchedule.fixed(48)
 SEQUENCES = [
     (random_prompt(1, 20), random_prompt(2, 150)),

@@ -1,11 +1,4 @@
-"""Whole training runs with real engines: what they learn, log and leave behind when killed."""
-
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable
-from multiprocessing import forkserver
+"""Whole training runs with real engines: what they learn and log."""
 
 import numpy as np
 import pytest
@@ -15,11 +8,7 @@ from oracle import FP32
 from training import settings
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import learner, trainer
-from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.runs.checkpoint import owned
 
 
 def test_a_run_learns_and_says_what_it_saw(byte_model, tmp_path):
@@ -87,49 +76,3 @@ def test_rollouts_use_the_adapter_and_evaluation_does_not(
     start = AutoModelForCausalLM.from_pretrained(byte_model).state_dict()
     assert trained.keys() == start.keys()
     assert all(torch.allclose(trained[name], start[name], atol=1e-6) for name in start)
-
-
-def end_of_run(config: TrainConfig, doom: Callable[[pytest.MonkeyPatch], None]) -> int:
-    """Exit code of a forked process that trains; `doom` has prepared what ends it."""
-
-    def run() -> None:
-        # The fork server is a child of the parent process, so this process must not use it.
-        forkserver._forkserver.__init__()
-        with pytest.MonkeyPatch.context() as patch:
-            doom(patch)
-            trainer.train(config)
-
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    child.join(300)
-    if child.exitcode is None:
-        child.kill()
-    return child.exitcode
-
-
-def during_rollout(monkeypatch) -> None:
-    roll_out = LocalEngine.stream
-
-    def doomed(engine, *request, **more):
-        if engine._version == "1":
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return roll_out(engine, *request, **more)
-
-    monkeypatch.setattr(LocalEngine, "stream", doomed)
-
-
-def test_a_run_that_is_killed_in_its_second_step_goes_on_from_the_first(
-    byte_model, tmp_path, capfd
-):
-    config = settings(byte_model, tmp_path / "run", "fixed-48", evaluation={"every_steps": 0})
-    config = config.model_copy(update={"steps": 3})
-    assert end_of_run(config, during_rollout) == -signal.SIGKILL
-    before = rows(config.run_dir)
-    assert [row["step"] for row in before] == [0]
-    with owned(config.run_dir), pytest.raises(InputError, match="another process"):
-        trainer.train(config, resume=True)
-    trainer.train(config, resume=True)
-    first = config.run_dir / "checkpoints" / "step-000001"
-    assert f"resuming after 1 steps from {first}\n" in capfd.readouterr().out
-    after = rows(config.run_dir)
-    assert after[:1] == before and [row["step"] for row in after] == [0, 1, 2]

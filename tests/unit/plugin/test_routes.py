@@ -107,6 +107,7 @@ OPTION = {"sparrow": {"dense": True}}
         ("/v1/responses", {"custom_params": OPTION}),
         ("/v1/messages", {"custom_params": OPTION}),
         ("/api/generate", {"custom_params": OPTION}),
+        ("/invocations", OPTION),
         ("/api/chat", {"options": OPTION}),
         ("/api/chat", {"options": {"custom_params": OPTION}}),
     ],

@@ -1,10 +1,11 @@
 """Checkpoints give back the same training, bit for bit, and survive a full disk."""
 
-import copy
 import json
 import random
 import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -181,45 +182,40 @@ def test_room_for_a_checkpoint_is_required_unless_all_steps_are_done(
             require_space(run, 2)
 
 
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Writes beyond this size fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    trained = policy(tiny_llama, "float32")
+    trained = learner(policy(tiny_llama, "float32"))
     for step in (8, 9, 10):
-        checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(step))
+        checkpoints.save(trained, Tokenizer(), config(tmp_path), State(step))
     names = [f"step-{step:06d}" for step in (9, 10)]
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == names
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-    try:
-        match = rf"{folder}/step-000011/model/.* cannot be written \(.*File too large.*MiB are free"
-        with pytest.raises(OSError, match=match):
-            checkpoints.save(learner(trained), Tokenizer(), config(tmp_path), State(11))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert checkpoints.begin(config(tmp_path), resume=True, prompts="") == folder / "step-000010"
-    assert sorted(path.name for path in folder.iterdir()) == names
-    checkpoints.restore(folder / "step-000010", learner(copy.copy(trained)))
-
-
-def test_a_full_disk_is_named_with_the_file_that_was_being_written(tiny_llama, tmp_path):
-    """torch hides why a write of the optimizer's state failed."""
-    trained = learner(policy(tiny_llama, "float32"))
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    path = tmp_path / "checkpoints" / "step-000001"
-    checkpoints.save(trained, Tokenizer(), config(tmp_path), State(1))
-    model, states = ((path / part).rglob("*") for part in ("model", "training"))
+    last = folder / "step-000010"
+    model, states = ((last / part).rglob("*") for part in ("model", "training"))
     largest = max(file.stat().st_size for file in model)
     assert largest < max(file.stat().st_size for file in states) - 2**16
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 2**15, hard))
-    match = "step-000002/training/__0_0.distcp cannot be written .*; [0-9,]+ MiB are free there"
-    try:
-        with pytest.raises(OSError, match=match):
-            checkpoints.save(trained, Tokenizer(), config(tmp_path), State(2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert checkpoints.newest() == path
+    # torch hides why a write of the optimizer's state failed.
+    for size, file, why in (
+        (50_000, "model/.*", ".*File too large"),
+        (largest + 2**15, "training/__0_0.distcp", ""),
+    ):
+        match = rf"{folder}/step-000011/{file} cannot be written \({why}.*; [0-9,]+ MiB are free"
+        with files_up_to(size), pytest.raises(OSError, match=match):
+            checkpoints.save(trained, Tokenizer(), config(tmp_path), State(11))
+        assert checkpoints.begin(config(tmp_path), resume=True, prompts="") == last
+        assert sorted(path.name for path in folder.iterdir()) == names
+    checkpoints.restore(last, trained)
 
 
 @pytest.mark.parametrize("what", ["weight", "moment", "adapter"])

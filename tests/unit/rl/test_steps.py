@@ -19,13 +19,14 @@ from training import optimizer_steps
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
+from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl import evaluation, learner, loss, trainer
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.rollout import Sampling, sample_request
 from sparrow_sglang.rl.runs import run as run_module
-from sparrow_sglang.rl.runs.checkpoint import Checkpoints
+from sparrow_sglang.rl.runs.checkpoint import Checkpoints, owned
 from sparrow_sglang.rl.runs.run import newest_checkpoint
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
@@ -334,6 +335,8 @@ def test_a_resumed_run_first_prints_where_it_starts_and_what_it_drops(
         return capsys.readouterr().out.splitlines()[0]
 
     assert first_line() == f"resuming: {folder} is new, so the run begins at step 0"
+    with owned(folder), pytest.raises(InputError, match="another process"):
+        run.train(resume=True)
     assert first_line() == f"resuming after 3 steps from {checkpoints}/step-000003"
     for step in (2, 3):
         shutil.rmtree(checkpoints / f"step-{step:06d}")
