@@ -92,7 +92,8 @@ class SchedulerState:
 
 
 class Hook(NamedTuple):
-    """One hook into SGLang, a row of a table of hooks.
+    """One hook into SGLang, a row of a table of hooks. SGLang replaces a hooked function in every
+    module that has imported it.
 
     Attributes:
         kind: name of a HookType.
