@@ -41,7 +41,7 @@ from sparrow_sglang.plugin.lossless.hooks import finish_by_token
 from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.lossless.passes import Passes, VerifyGraphs
 from sparrow_sglang.plugin.lossless.worker import LosslessWorker
-from sparrow_sglang.plugin.scheduler import forward
+from sparrow_sglang.plugin.scheduler import forward, timing
 from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, resolved
 
 RUN = forward.run
@@ -71,6 +71,7 @@ def measure(worker: Any) -> None:
     ):
         for plan in (DENSE, Plan(0, 3, 4), Plan(4, 0, 8)):
             worker._seconds(2, 128, plan)
+        assert worker._seconds(2, 128, DENSE, timing.least_launch_seconds) > 0
         worker._histories.clear()
     worker.measured = sparrow_backend(worker.model_runner).schedule
 

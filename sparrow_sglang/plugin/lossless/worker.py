@@ -3,6 +3,7 @@
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sparrow_sglang.attention_backends.backend import sparrow_backend
-from sparrow_sglang.planning.rounds import Plan, runs_twice
+from sparrow_sglang.planning.rounds import DENSE, Plan, runs_twice
 from sparrow_sglang.plugin.lossless.choice import RoundChoice, RoundTimes
 from sparrow_sglang.plugin.lossless.drafts import Drafts, Outcome, Requests, Written
 from sparrow_sglang.plugin.lossless.lookup_kernels import KernelHistories
@@ -154,15 +155,25 @@ class LosslessWorker(BaseSpecWorker):
             self._seconds(*cases[0], plan)
         measured = RoundTimes.measured(self._choice.plans)
         seconds = [[self._seconds(*case, plan) for plan in measured] for case in cases]
-        shared = self._passes.of_first_rank(torch.tensor(seconds, device=self.device)).tolist()
+        launch_s = self._seconds(*cases[0], DENSE, timing.least_launch_seconds)
+        shared, [launch_s] = (
+            self._passes.of_first_rank(torch.tensor(values, device=self.device)).tolist()
+            for values in (seconds, [launch_s])
+        )
         rows = [(*case, *row) for case, row in zip(cases, shared, strict=True)]
-        self._choice.times = RoundTimes(self._choice.plans, rows)
+        self._choice.times = RoundTimes(self._choice.plans, rows, launch_s)
         if self._histories is not None:
             self._histories.clear()
         if get_parallel().tp_rank == 0:
             announce(self._choice.times.summary())
 
-    def _seconds(self, batch_size: int, tokens: int, plan: Plan) -> float:
+    def _seconds(
+        self,
+        batch_size: int,
+        tokens: int,
+        plan: Plan,
+        least: Callable[..., float] = timing.least_seconds,
+    ) -> float:
         """Of a round of greedy requests."""
         runner = self.model_runner
         with timing.requests_in_pool(runner, batch_size, tokens, self._width) as rows:
@@ -176,7 +187,7 @@ class LosslessWorker(BaseSpecWorker):
                 _greedy(batch_size, rows.device),
                 None if histories is None else histories.timed(batch_size, tokens),
             )
-            return timing.least_seconds(lambda: self._round(requests, plan))
+            return least(lambda: self._round(requests, plan))
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: Any = None, **ignored: Any

@@ -24,9 +24,10 @@ def seconds(draft: float, verification: float, narrow: float | None = None) -> d
     return {plan: plan.drafts * draft + dense_pass[plan.rows] for plan in PLANS}
 
 
-def times_of(by_length: dict[int, dict[Plan, float]]) -> RoundTimes:
+def times_of(by_length: dict[int, dict[Plan, float]], launch_s: float = 1e-3) -> RoundTimes:
     measured = RoundTimes.measured(PLANS)
-    return RoundTimes(PLANS, [(1, n, *map(of.get, measured)) for n, of in by_length.items()])
+    rows = [(1, n, *map(of.get, measured)) for n, of in by_length.items()]
+    return RoundTimes(PLANS, rows, launch_s)
 
 
 # Sparse drafts are cheap, as at long contexts, or not, as at short ones, or nothing pays.
@@ -85,6 +86,11 @@ def test_the_host_is_the_limit_of_small_models() -> None:
     plans_of_wide = [Plan(0, 8, WIDTH), Plan(4, 4, WIDTH), Plan(8, 0, WIDTH)]
     launched = [short.at(1, 1024)[plan] for plan in plans_of_wide]
     assert np.diff(launched) == pytest.approx([4 * (launched[0] - 2.2e-3)] * 2)
+    # A host twice as fast limits none of these.
+    verified = {p: verifications[p.rows] for p in PLANS}
+    wide = Plan(0, 8, WIDTH)
+    slow, fast = (times_of({1024: verified}, s).at(1, 1024)[wide] for s in (1e-3, 5e-4))
+    assert fast == verified[wide] < slow
     # A large model's are limited by the device.
     assert times_of({1024: LONG}).at(1, 1024) == pytest.approx(LONG)
 
@@ -166,7 +172,9 @@ def test_times_between_those_measured(width: int, looks_up: bool) -> None:
     measured = RoundTimes.measured(known)
     assert len(measured) <= 5
     cases = [(1, 1000), (1, 3000), (16, 1000), (16, 3000)]
-    times = RoundTimes(known, [(b, n, *(exact(b, n, plan) for plan in measured)) for b, n in cases])
+    times = RoundTimes(
+        known, [(b, n, *(exact(b, n, plan) for plan in measured)) for b, n in cases], 0.0
+    )
     for asked, inside in (((1, 2000), (1, 2000)), ((6, 9000), (6, 3000)), ((64, 10), (16, 1000))):
         for plan in known:
             assert times.at(*asked)[plan] == pytest.approx(exact(*inside, plan))
