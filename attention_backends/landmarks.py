@@ -11,9 +11,6 @@ from sparrow_sglang.schedules.schedule import int4_landmark_tokens
 FP8 = torch.float8_e4m3fn
 """The only dtype of a KV pool that has scales: a key is k_scale times what the pool holds."""
 
-_FP16_EPS = torch.finfo(torch.float16).eps
-_FP32_ERROR = 1e-6
-
 
 class MeanLandmarks(NamedTuple):
     """The published rule's landmarks, [pages, Hkv, 1, D] in the dtype of `landmark_dtype`."""
@@ -29,11 +26,6 @@ class MeanLandmarks(NamedTuple):
     def values(self) -> torch.Tensor:
         """In fp32."""
         return self.means.float()
-
-    def rounding(self) -> torch.Tensor:
-        """How far the values of the same pages may lie apart if sums run in another order."""
-        # One unit in the last place.
-        return torch.finfo(self.means.dtype).eps * self.values().abs() + _FP32_ERROR
 
 
 class Int4Landmarks(NamedTuple):
@@ -67,11 +59,6 @@ class Int4Landmarks(NamedTuple):
     def values(self) -> torch.Tensor:
         """[pages, Hkv, M, D] in fp32."""
         return self.scales.float()[..., None] * self.unpacked()
-
-    def rounding(self) -> torch.Tensor:
-        """How far the values of the same pages may lie apart if sums run in another order."""
-        # A code may be off by one, and the scale by one unit of fp16, multiplied by the code.
-        return self.scales.float()[..., None] * (1 + 8 * _FP16_EPS) + _FP32_ERROR
 
 
 Landmarks = MeanLandmarks | Int4Landmarks

@@ -30,13 +30,13 @@ def collect(run: Run, clock: Clock) -> Collected:
     prompts = prompts_from(run.setup.train, run.prompts_used, count, run.config.seed)
     on_finished = run.log.response_counter("rollout", count * settings.samples_per_prompt)
     groups: dict[int, Group] = {}
-    numbers: dict[int, int] = {}
     with run.reward_workers.scoring() as scoring:
         with clock("rollout"):
             for position, group in run.stream(prompts, on_finished):
-                groups[position], numbers[position] = group, scoring.add(group)
+                groups[position] = group
+                scoring.add(position, group)
         with clock("reward"):
-            scores = scoring.scores([numbers[position] for position in range(count)])
+            scores = scoring.scores()
     return Collected([groups[position] for position in range(count)], scores)
 
 

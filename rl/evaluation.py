@@ -100,9 +100,6 @@ def pass_at(k: int, passed: Sequence[NDArray[np.bool_]]) -> float:
     """Unbiased probability that one of k responses passes, mean over prompts: 1 - C(n - c, k) /
     C(n, k) for c passes in n >= k responses, `passed` [n] per prompt (Chen et al.,
     arXiv:2107.03374)."""
-    rates = []
-    for prompt in passed:
-        n, c = len(prompt), int(prompt.sum())
-        # Exact integers: as floats the binomials overflow from about 1,030 responses on.
-        rates.append(1 - Fraction(comb(n - c, k), comb(n, k)))
-    return float(sum(rates) / len(rates))
+    # Exact integers: as floats the binomials overflow from about 1,030 responses on.
+    counts = [(len(prompt), int(prompt.sum())) for prompt in passed]
+    return float(1 - sum(Fraction(comb(n - c, k), comb(n, k)) for n, c in counts) / len(counts))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -173,13 +174,12 @@ class LocalLearner:
                 None if by_update else scored.logprobs[tokens],
             )
             entropies = torch.zeros(len(tokens)) if by_update else None
-            result = policy.loss_step(sequences, loss, self._config.rollout.temperature, entropies)
+            norm = policy.loss_step(sequences, loss, self._config.rollout.temperature, entropies)
             if entropies is not None:
                 scored.logprobs[tokens] = policy.ranks.all_reduce(loss.seen)
                 scored.entropies[tokens] = entropies
-            if result.taken:
-                metrics = policy.ranks.total(loss.metrics)
-                rows.append(metrics | {"actor/grad_norm": result.grad_norm})
+            if isfinite(norm):
+                rows.append(policy.ranks.total(loss.metrics) | {"actor/grad_norm": norm})
             else:
                 skipped += 1
         if rows:

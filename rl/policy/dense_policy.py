@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from typing import Any, TypeVar
 
 import numpy as np
@@ -103,19 +102,6 @@ _Result = TypeVar("_Result")
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probs [n] with gradient, indices [n] of these tokens among all response tokens of the
 batch, sequences one after the other, both on the policy's device) -> scalar; losses add up."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Summed loss, and gradient norm before clipping. No step was `taken` if it is not finite."""
-
-    loss: float
-    grad_norm: float
-    micro_batches: int
-
-    @property
-    def taken(self) -> bool:
-        return isfinite(self.grad_norm)
 
 
 class DensePolicy:
@@ -276,15 +262,14 @@ class DensePolicy:
         loss: Loss,
         temperature: float = 1.0,
         entropies: torch.Tensor | None = None,
-    ) -> StepResult:
+    ) -> float:
         """One optimizer step with the clipped gradient of the summed micro-batch losses. Fills
-        `entropies`, [N] zeros on the CPU. A gradient that is not finite is logged, and the step
-        skipped."""
+        `entropies`, [N] zeros on the CPU. Returns the gradient's norm before clipping; one that is
+        not finite is logged, and the step skipped."""
         self.model.train()
         # If the loss raised in an earlier call, that call has left gradients behind.
         self.model.zero_grad()
         self.optimizer.zero_grad()
-        total, count = torch.zeros(1, dtype=torch.float64), 0
         for packed in self.micro_batches(sequences):
             logprobs, entropy = self._logprobs(packed, temperature, entropies is not None)
             if entropies is not None:
@@ -292,13 +277,11 @@ class DensePolicy:
             part = loss(logprobs, packed.indices) if len(logprobs) else logprobs.sum()
             # FSDP averages gradients over ranks; the factor turns the mean into a sum.
             (part * self.ranks.world).backward()
-            total, count = total + float(part.detach()), count + 1
-        self.ranks.all_reduce(total)
         if entropies is not None:
             self.ranks.all_reduce(entropies)
         norm = self.optimizer.clipped_step()
         self._round_masters()
-        return StepResult(float(total), norm, count)
+        return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
         """Name, parameter (maybe sharded), and the optimizer's fp32 weights (own rows)."""

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
@@ -22,19 +21,15 @@ def save_model(policy: DensePolicy, folder: Path | None) -> None:
     for name, weight in policy.named_weights(dtype):
         if folder is not None:
             exported[name] = weight.cpu()
-    if folder is not None:
-        export(policy.model, exported, dtype, folder)
-
-
-def export(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path
-) -> None:
+    if folder is None:
+        return
+    model = policy.model
     generation = model.generation_config
     # transformers refuses to write some generation configs that it reads, such as a temperature
     # without do_sample. They are written as they were read.
     model.generation_config = GenerationConfig()
     try:
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict=exported)
     finally:
         model.generation_config = generation
     (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), "utf-8")

@@ -89,7 +89,9 @@ class RewardPool:
     def score(self, groups: Sequence[Group]) -> Scores:
         """Raises `RewardsFailed`."""
         with self.scoring() as scoring:
-            return scoring.scores([scoring.add(group) for group in groups])
+            for position, group in enumerate(groups):
+                scoring.add(position, group)
+            return scoring.scores()
 
     @contextmanager
     def scoring(self) -> Iterator["Scoring"]:
@@ -163,40 +165,31 @@ class RewardPool:
 class Scoring:
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._groups: list[Group] = []
-        # Of each group, the samples that a job scores.
-        self._jobs: list[list[tuple[range, Future[Outcome]]]] = []
-        self._late: set[Future[Outcome]] = set()
+        # By position a group, and its jobs with the samples that each scores.
+        self._groups: dict[int, tuple[Group, list[tuple[range, Future[Outcome]]]]] = {}
 
-    def add(self, group: Group) -> int:
-        """Returns the group's number, counted from 0."""
+    def add(self, position: int, group: Group) -> None:
         reward = reward_of(self._pool.reward, group.prompt.task)
         parameters, size = inspect.signature(reward).parameters, len(group.rollouts)
         step = size if "texts" in parameters else 1
         parts = [range(first, first + step) for first in range(0, size, step)]
         submit = self._pool.submit
-        self._jobs.append([(part, submit(_job(group, part, parameters))) for part in parts])
-        self._groups.append(group)
-        return len(self._groups) - 1
-
-    def wait(self) -> None:
-        """For `total_timeout_s` at most; raises `RewardsFailed`."""
-        jobs = set(self.jobs) - self._late
-        done, late = wait(jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
-        for job in done:
-            job.result()
-        self._late |= late
-        self._pool.abandon(late)
+        jobs = [(part, submit(_job(group, part, parameters))) for part in parts]
+        self._groups[position] = group, jobs
 
     @property
     def jobs(self) -> "list[Future[Outcome]]":
-        return [job for jobs in self._jobs for _, job in jobs]
+        return [job for _, jobs in self._groups.values() for _, job in jobs]
 
-    def scores(self, numbers: Iterable[int]) -> Scores:
-        """Scores of these groups, in this order, with the failure counts of all groups."""
-        self.wait()
+    def scores(self) -> Scores:
+        """Scores of all groups by their positions, after `total_timeout_s` at most. Raises
+        `RewardsFailed`."""
+        done, late = wait(self.jobs, self._pool.total_timeout_s, FIRST_EXCEPTION)
+        for job in done:
+            job.result()
+        self._pool.abandon(late)
         counts: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
-        scored = [self._scored(number, counts) for number in range(len(self._groups))]
+        scored = [self._scored(position, late, counts) for position in sorted(self._groups)]
         rewards, parts, failure = zip(*scored, strict=True) if scored else ((), (), ())
         count = sum(map(len, rewards))
         last = next(filter(None, reversed(failure)), "")
@@ -205,24 +198,20 @@ class Scoring:
             raise RewardsFailed(f"{counts.total()} of {count} rewards failed, the last: {last}")
         if last:
             logger.warning("%d rewards failed, the last: %s", counts.total(), last)
-        chosen = list(numbers)
-        return Scores(
-            tuple(rewards[number] for number in chosen),
-            tuple(parts[number] for number in chosen),
-            **counts,
-        )
+        return Scores(rewards, parts, **counts)
 
     def _scored(
-        self, number: int, counts: Counter[str]
+        self, position: int, late: set[Future[Outcome]], counts: Counter[str]
     ) -> tuple[Rewards, tuple[Mapping[str, float], ...], str]:
         """Rewards, sub-scores and last failure of a group whose jobs are done; counts failures."""
-        prompt, size = self._groups[number].prompt, len(self._groups[number].rollouts)
+        group, jobs = self._groups[position]
+        prompt, size = group.prompt, len(group.rollouts)
         rewards: list[float | None] = [None] * size
         failure = ""
         parts: list[Mapping[str, float]] = [{}] * size
-        for samples, job in self._jobs[number]:
-            late = job in self._late
-            kind, value = ("late", "the step's time is over") if late else job.result()
+        for samples, job in jobs:
+            over = job in late
+            kind, value = ("late", "the step's time is over") if over else job.result()
             if kind == "reward" and len(value) != len(samples):
                 kind, value = "errors", f"{len(value)} rewards for {len(samples)} responses"
             if kind == "reward":

@@ -92,8 +92,7 @@ def trained(ranks: Ranks, tied: bool, **settings: Any) -> dict[str, Any]:
         batch = sequences(step)[: 1 if step == 2 else None]
         entropies = torch.zeros(sum(len(response) for _, response in batch))
         loss = partial(weighted, torch.linspace(-1, 1, len(entropies)))
-        result = policy.loss_step(batch, loss, 0.8, entropies)
-        steps.append((result.loss, result.grad_norm, entropies))
+        steps.append((policy.loss_step(batch, loss, 0.8, entropies), entropies))
     schedule = BudgetSchedule.fixed(48)
     return {
         "steps": steps,

@@ -113,7 +113,7 @@ def test_scoring_ends_early_where_it_is_given_up_or_its_time_is_over() -> None:
     with RewardPool(obey, workers=2, timeout_s=600.0) as pool:
         before = time.monotonic()
         with pytest.raises(KeyError), pool.scoring() as scoring:
-            scoring.add(group("a", 0.0, ["hang"]))
+            scoring.add(0, group("a", 0.0, ["hang"]))
             raise KeyError
         assert pool.score([group("b", 0.0, ["1", "2", "3"])]).rewards[0] == (1, 2, 3)
         # One deadline holds for all rewards of a step.
@@ -133,17 +133,14 @@ def test_a_reward_that_asks_for_it_is_told_how_the_response_ended() -> None:
 
 def test_groups_are_scored_while_others_are_added(pool: RewardPool) -> None:
     with pool.scoring() as scoring:
-        assert scoring.add(group("a", 0.0, ["slow 1", "2"])) == 0
+        scoring.add(2, group("a", 0.0, ["slow 1", "2"]))
         # The rewards are there before anybody has called `scores`.
         assert wait_until(lambda: all(job.done() for job in scoring.jobs), 120)
-        assert scoring.add(group("b", 10.0, ["crash", "4", "raise"])) == 1
-        assert scoring.add(group("c", 0.0, ["5"])) == 2
-        scores = scoring.scores([2, 1])
-        assert scores.rewards == ((5,), (0, 14, None))
+        scoring.add(1, group("b", 10.0, ["crash", "4", "raise"]))
+        scoring.add(0, group("c", 0.0, ["5"]))
+        scores = scoring.scores()
+        assert scores.rewards == ((5,), (0, 14, None), (1, 2))
         assert (scores.errors, scores.crashes, scores.timeouts) == (1, 1, 0)
-        # Groups may be added after that.
-        scoring.add(group("d", 0.0, ["6"]))
-        assert scoring.scores([3]).rewards[0] == (6,)
     assert pool.score([group("e", 0.0, ["7"])]).rewards[0] == (7,)
 
 
@@ -153,9 +150,9 @@ def test_a_reward_that_cannot_be_loaded_is_an_error() -> None:
             pool.score([group("a", 0.0, ["1"])])
         # In a thread, too.
         with pool.scoring() as scoring:
-            scoring.add(group("a", 0.0, ["1"]))
+            scoring.add(0, group("a", 0.0, ["1"]))
             with pytest.raises(RewardsFailed, match="cannot be loaded: .* status 7"):
-                scoring.wait()
+                scoring.scores()
 
 
 def in_parts(prompt: Prompt, text: str) -> dict[str, float]:
@@ -180,16 +177,12 @@ def test_each_task_has_its_reward_which_may_take_a_group_at_once_and_give_sub_sc
     groups = [replace(g, prompt=replace(g.prompt, task=tasks[g.prompt.id])) for g in groups]
     with RewardPool({"parts": in_parts, "together": together}, workers=2) as pool:
         scores = pool.score(groups)
-        with pool.scoring() as scoring:
-            numbers = [scoring.add(group) for group in groups]
-            assert scoring.scores(numbers[1:2]).rewards[0] == (3, 3)
     assert scores.rewards == ((1, 30, 6), (3, 3), (2,), (None, None))
     assert scores.parts[0] == ({"length": 1.0}, {"length": 2.0}, {"length": 1.0, "long": 1.0})
     assert scores.parts[1] == ({"whole": 1.0}, {"whole": 1.0})
     unknown = replace(group("e", 0.0, ["unknown", "b", "c"]), prompt=groups[1].prompt)
-    with RewardPool({"together": together}, workers=1) as pool, pool.scoring() as scoring:
-        numbers = [scoring.add(group) for group in (groups[1], unknown)]
-        partly = scoring.scores(numbers)
+    with RewardPool({"together": together}, workers=1) as pool:
+        partly = pool.score([groups[1], unknown])
     assert partly.rewards == ((3, 3), (None, None, 4)) and partly.errors == 2
     assert partly.parts[1] == ({}, {"whole": 1.0}, {})
     # One reward for two responses is an error of both.

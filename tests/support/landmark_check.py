@@ -4,6 +4,7 @@ module is imported before engines and servers start, they answer it."""
 from typing import TYPE_CHECKING, Any
 
 import torch
+from step_cases import rounding
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.attention_backends.landmarks import Int4Landmarks
@@ -75,7 +76,7 @@ def check_landmarks(scheduler: "Scheduler") -> None:
         stored = landmarks.at(pages)
         expected = reference.page_landmarks(k_pages, isinstance(stored, Int4Landmarks))
         error = (stored.values() - expected.values()).abs()
-        wrong = error > expected.rounding()
+        wrong = error > rounding(expected)
         if wrong.any():
             index = int(wrong.flatten(1).any(1).nonzero()[0])
             heads = int(wrong.flatten(2).any(2).sum())

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,22 +45,23 @@ class AtOnce:
 
     def __init__(self, reward: Callable[[Prompt, str], float]) -> None:
         self._reward = reward
-        self._rewards: list[Rewards] = []
+        self._rewards: dict[int, Rewards] = {}
 
     def __enter__(self) -> "AtOnce":
         return self
 
     def __exit__(self, *error: Any) -> None: ...
 
-    def add(self, group: Group) -> int:
+    def add(self, position: int, group: Group) -> None:
         rewards = (self._reward(group.prompt, rollout.text) for rollout in group.rollouts)
-        self._rewards.append(tuple(rewards))
-        return len(self._rewards) - 1
+        self._rewards[position] = tuple(rewards)
 
-    def scores(self, numbers: Sequence[int]) -> Scores:
-        return Scores(tuple(self._rewards[number] for number in numbers))
+    def scores(self) -> Scores:
+        return Scores(tuple(rewards for _, rewards in sorted(self._rewards.items())))
 
 
 def scores_of(groups: list[Group], reward: Callable[[Prompt, str], float]) -> Scores:
     at_once = AtOnce(reward)
-    return at_once.scores([at_once.add(group) for group in groups])
+    for position, group in enumerate(groups):
+        at_once.add(position, group)
+    return at_once.scores()

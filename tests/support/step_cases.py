@@ -12,7 +12,12 @@ from pools import Pool
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
 from sparrow_sglang.attention_backends.gpu_decode import TritonPagedDecode
 from sparrow_sglang.attention_backends.kernels.select import NewTokens
-from sparrow_sglang.attention_backends.landmarks import FP8, Landmarks, allocate_landmarks
+from sparrow_sglang.attention_backends.landmarks import (
+    FP8,
+    Int4Landmarks,
+    Landmarks,
+    allocate_landmarks,
+)
 from sparrow_sglang.attention_backends.paged_decode import TorchPagedDecode
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import INT4, RULES, BudgetSchedule
@@ -222,3 +227,12 @@ class StepCase:
             logit_sinks=None if self.sinks is None else self.sinks.cpu().double().numpy(),
         )
         return out
+
+
+def rounding(landmarks: Landmarks) -> torch.Tensor:
+    """How far the values of the same pages may lie apart if sums run in another order."""
+    if isinstance(landmarks, Int4Landmarks):
+        # A code may be off by one, and the scale by one unit of fp16, multiplied by the code.
+        return landmarks.scales.float()[..., None] * (1 + 8 * torch.finfo(torch.float16).eps) + 1e-6
+    # One unit in the last place.
+    return torch.finfo(landmarks.means.dtype).eps * landmarks.values().abs() + 1e-6
