@@ -161,6 +161,30 @@ def _half_queries(queries: tl.tensor, scale: tl.tensor) -> tuple[tl.tensor, tl.t
     return (queries.to(tl.float32) * down[:, None]).to(tl.float16), scale * up[:, None]
 
 
+@triton.jit
+def _split_tokens(kept: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Tokens a split: an even share of this row, in whole tiles. Rows differ in length, so each
+    row is cut by its own count; a fixed share would leave SMs idle on short rows."""
+    return tl.cdiv(tl.cdiv(kept, splits), BLOCK) * BLOCK
+
+
+@triton.jit
+def _kept_tokens(
+    num_selected: tl.tensor,
+    seq_lens: tl.tensor,
+    row: tl.tensor,
+    PAGE: tl.constexpr,
+    EVERY_PAGE: tl.constexpr,
+) -> tl.tensor:
+    """Tokens in the selected pages of a row; all are full but the last one."""
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    if EVERY_PAGE:
+        return seq_len
+    else:
+        count = tl.load(num_selected + row).to(tl.int32)
+        return tl.where(count > 0, (count - 1) * PAGE + (seq_len - 1) % PAGE + 1, 0)
+
+
 # `splits` differs by batch size. If it were a constant, kernels would be compiled for each value.
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
@@ -237,13 +261,8 @@ def _decode_kernel(
     split = tl.program_id(1)
     row = (pair // HEADS).to(tl.int64)
     head = pair % HEADS
-    kept = tl.load(seq_lens + row).to(tl.int32)
-    if not EVERY_PAGE:
-        # All selected pages are full but the last one.
-        count = tl.load(num_selected + row).to(tl.int32)
-        kept = tl.where(count > 0, (count - 1) * PAGE + (kept - 1) % PAGE + 1, 0)
-    # Whole tiles of each row by its own count: a fixed share would leave SMs idle on short rows.
-    share = tl.cdiv(tl.cdiv(kept, splits), BLOCK) * BLOCK
+    kept = _kept_tokens(num_selected, seq_lens, row, PAGE, EVERY_PAGE)
+    share = _split_tokens(kept, splits, BLOCK)
     first = split * share
     member = tl.arange(0, MMA_ROWS)
     part = (pair.to(tl.int64) * GROUP + member) * splits + split

@@ -14,6 +14,61 @@ from sparrow_sglang.attention_backends.landmarks import Int4Landmarks, Landmarks
 
 
 @triton.jit
+def page_mean(
+    k_buffer: tl.tensor,
+    first_slot: tl.tensor,
+    columns: tl.tensor,
+    mask: tl.tensor,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> tl.tensor:
+    """fp32 mean over the PAGE slots from `first_slot`, at the given columns of a slot's ROW."""
+    base = k_buffer + first_slot.to(tl.int64) * ROW + columns
+    total = tl.load(base, mask=mask, other=0.0).to(tl.float32)
+    for slot in tl.static_range(1, PAGE):
+        total += tl.load(base + slot * ROW, mask=mask, other=0.0).to(tl.float32)
+    return total / PAGE
+
+
+@triton.jit
+def store_int4_landmarks(
+    k_buffer: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    page: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+) -> None:
+    ROW: tl.constexpr = HEADS * D
+    TOKENS: tl.constexpr = PAGE // LANDMARKS
+    PAIRS: tl.constexpr = D // 2
+    pair = pair_columns(D)
+    exists = pair[None, :] < PAIRS
+    landmark = tl.arange(0, LANDMARKS)
+    first_slot = page * PAGE + landmark[:, None] * TOKENS
+    at = k_buffer + first_slot * ROW + head * D + pair[None, :]
+    first = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(at + PAIRS, mask=exists, other=0.0).to(tl.float32)
+    for token in tl.static_range(1, TOKENS):
+        first += tl.load(at + token * ROW, mask=exists, other=0.0).to(tl.float32)
+        second += tl.load(at + token * ROW + PAIRS, mask=exists, other=0.0).to(tl.float32)
+    first *= 1.0 / TOKENS
+    second *= 1.0 / TOKENS
+    largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+    nan = ((first != first) | (second != second)).to(tl.int32)
+    largest = tl.where(tl.max(nan, axis=1) > 0, float("nan"), largest)
+    scale = tl.div_rn(largest, tl.full(largest.shape, 7.0, tl.float32)).to(tl.float16)
+    divisor = scale.to(tl.float32)[:, None]
+    packed = _nibble(first, divisor) | (_nibble(second, divisor) << 4)
+    row = (page * HEADS + head) * LANDMARKS + landmark
+    tl.store(codes + row[:, None] * PAIRS + pair[None, :], packed.to(tl.uint8), mask=exists)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
 def _nibble(mean: tl.tensor, divisor: tl.tensor) -> tl.tensor:
     """8 + code in int32; a code is 0 where the scale is 0 or mean / scale is not a number."""
     ratio = tl.div_rn(mean, tl.broadcast_to(divisor, mean.shape))
@@ -35,40 +90,14 @@ def _store_landmarks(
     PAGE: tl.constexpr,
     LANDMARKS: tl.constexpr,
 ) -> None:
-    """Those of one page and KV head: LANDMARKS int4 ones, or a mean in fp32 where that is 0."""
-    ROW: tl.constexpr = HEADS * D
-    if LANDMARKS == 0:
-        columns = head_columns(D)
-        at = k_buffer + page * PAGE * ROW + head * D + columns
-        total = tl.load(at, mask=columns < D, other=0.0).to(tl.float32)
-        for slot in tl.static_range(1, PAGE):
-            total += tl.load(at + slot * ROW, mask=columns < D, other=0.0).to(tl.float32)
-        store_head(landmarks + (page * HEADS + head) * D, columns, total / PAGE, D)
+    """Those of one page and KV head: LANDMARKS int4 ones, or a mean where that is 0."""
+    if LANDMARKS > 0:
+        store_int4_landmarks(k_buffer, landmarks, scales, page, head, HEADS, D, PAGE, LANDMARKS)
     else:
-        TOKENS: tl.constexpr = PAGE // LANDMARKS
-        PAIRS: tl.constexpr = D // 2
-        pair = pair_columns(D)
-        exists = pair[None, :] < PAIRS
-        landmark = tl.arange(0, LANDMARKS)
-        first_slot = page * PAGE + landmark[:, None] * TOKENS
-        at = k_buffer + first_slot * ROW + head * D + pair[None, :]
-        first = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-        second = tl.load(at + PAIRS, mask=exists, other=0.0).to(tl.float32)
-        for token in tl.static_range(1, TOKENS):
-            first += tl.load(at + token * ROW, mask=exists, other=0.0).to(tl.float32)
-            second += tl.load(at + token * ROW + PAIRS, mask=exists, other=0.0).to(tl.float32)
-        first *= 1.0 / TOKENS
-        second *= 1.0 / TOKENS
-        largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
-        nan = ((first != first) | (second != second)).to(tl.int32)
-        largest = tl.where(tl.max(nan, axis=1) > 0, float("nan"), largest)
-        scale = tl.div_rn(largest, tl.full(largest.shape, 7.0, tl.float32)).to(tl.float16)
-        divisor = scale.to(tl.float32)[:, None]
-        packed = _nibble(first, divisor) | (_nibble(second, divisor) << 4)
-        row = (page * HEADS + head) * LANDMARKS + landmark
-        codes = landmarks + row[:, None] * PAIRS + pair[None, :]
-        tl.store(codes, packed.to(tl.uint8), mask=exists)
-        tl.store(scales + row, scale)
+        columns = head_columns(D)
+        at = head * D + columns
+        mean = page_mean(k_buffer, page * PAGE, at, columns < D, HEADS * D, PAGE)
+        store_head(landmarks + (page * HEADS + head) * D, columns, mean, D)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparrow_sglang.attention_backends.kernels.common import (
+    INTERPRETED,
     assert_dense,
     dependent_launch,
     launch_early,
@@ -135,6 +136,20 @@ def _silu_kernel(
     _store_quantized(product.to(tl.float32), mask, at, values, scales + row)
 
 
+@triton.jit
+def _prefetch(lines: tl.tensor) -> None:
+    """Have L2 read the lines at these addresses."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [lines],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 # If the numbers of rows were constants, a kernel would be compiled for each batch size.
 @triton.jit(do_not_specialize=["R"])
 def _multiply_kernel(
@@ -169,16 +184,9 @@ def _multiply_kernel(
     end = tl.minimum(first + share, K)
     of_output = weight + output.to(tl.int64)[:, None] * K
     if EARLY:
-        # Have L2 read the weights, which do not depend on the kernel before this one.
+        # Weights do not depend on the kernel before this one.
         line = tl.minimum(first + tl.arange(0, LINES) * (INPUTS * 2 // LINES), K - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight + tl.minimum(output, N - 1).to(tl.int64)[:, None] * K + line[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _prefetch(weight + tl.minimum(output, N - 1).to(tl.int64)[:, None] * K + line[None, :])
     _follow(EARLY)
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(first, end, INPUTS, num_stages=STAGES):
