@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,12 @@ from sparrow_sglang.rl.policy.storage import load_state, save_model, save_state
 from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.rl.rollout import RolloutEngine
 from sparrow_sglang.schedules.schedule import BudgetSchedule
+
+if TYPE_CHECKING:
+    from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
+
+Learner: TypeAlias = "LocalLearner | RemoteLearner"
+"""The trained weights of a run, in this process or in those of a cluster."""
 
 _ADAPTER_STATE = "adapter.pt"
 
@@ -50,60 +56,9 @@ class Updated:
     skipped_in_a_row: int
 
 
-class Learner(Protocol):
-    """The trained weights of a run, in this process or in those of a cluster."""
-
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-
-    def device_name(self) -> str: ...
-
-    def open_engine(
-        self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
-    ) -> RolloutEngine:
-        """`config.server_args` take precedence over `defaults`."""
-        ...
-
-    def close(self) -> None:
-        """End the processes of the learner, if it has any."""
-        ...
-
-    def score(self, batch: Batch) -> Scored:
-        """With one mini-batch only responses outside the loss: `update` replaces the zeros of the
-        others, from a policy that is still the same."""
-        ...
-
-    def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
-        """Exact acceptance rates of some responses, of an actor with the current adapter; None
-        without a schedule or measured responses."""
-        ...
-
-    def update(self, batch: Batch, scored: Scored, lr: float) -> Updated:
-        """One optimizer step per mini-batch; metrics are means over those taken. Raises
-        `FloatingPointError` if weights are not finite afterwards."""
-        ...
-
-    def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
-        """One step of the adapter towards the policy of the next rollouts. Its scale is then chosen
-        on the responses that `acceptance` measures, which the step does not learn from if there are
-        others."""
-        ...
-
-    def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
-        """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.
-        Returns the adapter's name for requests, if they need it."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`.
-        Raises `FloatingPointError` on a state that is not finite, before anything is written."""
-        ...
-
-    def restore(self, folder: Path) -> None: ...
-
-
 class LocalLearner:
-    """With several `policy.ranks`, all call the same methods with the same arguments."""
+    """The weights in this process. With several `policy.ranks`, all call the same methods with the
+    same arguments."""
 
     def __init__(
         self,
@@ -134,12 +89,15 @@ class LocalLearner:
     def open_engine(
         self, config: EngineConfig, model_path: str, defaults: Mapping[str, Any]
     ) -> RolloutEngine:
+        """`config.server_args` take precedence over `defaults`."""
         return LocalEngine(model_path, config.schedule, **{**defaults, **config.server_args})
 
     def close(self) -> None:
-        pass
+        """End the processes of the learner, if it has any."""
 
     def score(self, batch: Batch) -> Scored:
+        """With one mini-batch only responses outside the loss: `update` replaces the zeros of the
+        others, from a policy that is still the same."""
         settings, count = self._config, len(batch.advantages)
         by_update = settings.algorithm.mini_batches == 1
         scored_here = ~batch.in_loss if by_update else torch.ones_like(batch.in_loss)
@@ -151,6 +109,8 @@ class LocalLearner:
         return scored
 
     def acceptance(self, batch: Batch, schedule: BudgetSchedule | None) -> Acceptance | None:
+        """Exact acceptance rates of some responses, of an actor with the current adapter; None
+        without a schedule or measured responses."""
         chosen = batch.sample_evenly(self._config.mismatch.sequences)
         if schedule is None or not chosen.rollouts:
             return None
@@ -160,6 +120,8 @@ class LocalLearner:
         return Acceptance.of(chosen.rollouts, np.concatenate(rates), schedule)
 
     def update(self, batch: Batch, scored: Scored, lr: float) -> Updated:
+        """One optimizer step per mini-batch; metrics are means over those taken. Raises
+        `FloatingPointError` if weights are not finite afterwards."""
         policy, settings = self.policy, self._config.algorithm
         for group in policy.optimizer.param_groups:
             group["lr"] = lr
@@ -189,6 +151,9 @@ class LocalLearner:
         return Updated(means | counts | {"actor/lr": lr}, scored, policy.optimizer.skipped_in_a_row)
 
     def distill(self, batch: Batch, schedule: BudgetSchedule | None) -> dict[str, float]:
+        """One step of the adapter towards the policy of the next rollouts. Its scale is then chosen
+        on the responses that `acceptance` measures, which the step does not learn from if there are
+        others."""
         if self.adapter is None or schedule is None:
             return {}
         measured = self._config.mismatch.sequences
@@ -201,6 +166,8 @@ class LocalLearner:
         return metrics | choose_scale(self.adapter, self.policy, held_out, schedule, temperature)
 
     def deliver(self, engine: RolloutEngine, version: str, adapted: bool) -> str | None:
+        """Have `engine` sample from the weights as they are now, with the adapter if `adapted`.
+        Returns the adapter's name for requests, if they need it."""
         # An engine on the same device cannot use memory that PyTorch's allocator keeps cached.
         torch.cuda.empty_cache()
         engine = cast(LocalEngine, engine)
@@ -230,6 +197,8 @@ class LocalLearner:
             )
 
     def save(self, folder: Path) -> None:
+        """Each rank writes its shards of the exact state, the first one `model/` and `adapter/`.
+        Raises `FloatingPointError` on a state that is not finite, before anything is written."""
         self._require_finite()
         first = self.policy.ranks.rank == 0
         save_model(self.policy, folder / "model" if first else None)

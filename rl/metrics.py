@@ -18,9 +18,7 @@ LOG_RATIO_BOUND = 20.0
 
 def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     counts = torch.as_tensor(lengths, device=values.device)
-    owner = torch.arange(len(counts), device=values.device).repeat_interleave(counts)
-    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
-    return sums.index_add_(0, owner, values)
+    return torch.segment_reduce(values, "sum", lengths=counts)
 
 
 def mismatch_metrics(

@@ -1,4 +1,4 @@
-"""The learner of a run with `[cluster]`: the calls of `Learner`, on all trainer workers."""
+"""The learner of a run with `[cluster]`: the calls of `LocalLearner`, on all trainer workers."""
 
 import time
 from collections.abc import Mapping
