@@ -28,11 +28,11 @@ def collect(run: Run, clock: Clock) -> Collected:
     settings = run.config.rollout
     count = settings.prompts_per_step
     prompts = prompts_from(run.setup.train, run.prompts_used, count, run.config.seed)
-    on_finished = run.log.response_counter("rollout", count * settings.samples_per_prompt)
+    total = count * settings.samples_per_prompt
     groups: dict[int, Group] = {}
     with run.reward_workers.scoring() as scoring:
         with clock("rollout"):
-            for position, group in run.stream(prompts, on_finished):
+            for position, group in run.log.counted("rollout", total, run.stream(prompts)):
                 groups[position] = group
                 scoring.add(position, group)
         with clock("reward"):

@@ -57,8 +57,9 @@ def evaluate(run: Run) -> Evaluation:
     )
     run.learner.deliver(run.engine, str(run.state.step), adapted=False)
     samples = settings.samples_per_prompt
-    finished = run.log.response_counter("evaluation", len(prompts) * samples)
-    groups = run.engine.generate(prompts, samples, sampling, finished)
+    stream = run.engine.stream(prompts, samples, sampling)
+    by_position = dict(run.log.counted("evaluation", len(prompts) * samples, stream))
+    groups = [by_position[position] for position in range(len(prompts))]
     scores = run.reward_workers.score(groups)
     sets = tuple(name for name, in_set in prompts_by_set.items() for _ in in_set)
     # `metrics()` of scores counts failures, as "sparrow/reward_errors" and the like.

@@ -128,34 +128,11 @@ def _problem(
     return None
 
 
-OnFinished = Callable[[int], object]
-"""Receives the number of responses that have become complete since the last call."""
-
-
-def ignore(count: int) -> None:
-    pass
-
-
 class RolloutEngine(Protocol):
     """Samples responses from the weights that it last received."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finished: OnFinished = ignore,
-    ) -> list[Group]:
-        """One group of `n` samples per prompt, in the order of the prompts; all or an error."""
-        groups = dict(self.stream(prompts, n, sampling, on_finished))
-        return [groups[position] for position in range(len(prompts))]
-
     def stream(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finished: OnFinished = ignore,
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
     ) -> Iterator[tuple[int, Group]]:
         """Yields each prompt's group of `n` samples once it is complete, with the prompt's
         position."""

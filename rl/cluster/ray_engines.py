@@ -22,10 +22,8 @@ from sparrow_sglang.rl.engines.responses import POLL_S
 from sparrow_sglang.rl.rollout import (
     EngineDied,
     EngineNotStarted,
-    OnFinished,
     RolloutEngine,
     Sampling,
-    ignore,
 )
 from sparrow_sglang.rl.types import Group, Prompt
 
@@ -60,7 +58,7 @@ class EngineActor:
     ) -> Iterator[tuple[int, Group]]:
         """Groups of `n` samples of each prompt, unless `stop` ends this rollout before."""
         own = [prompt for _, prompt in prompts]
-        groups = self._engine.stream(own, n, sampling, ignore, lambda: self._stopped >= rollout)
+        groups = self._engine.stream(own, n, sampling, lambda: self._stopped >= rollout)
         for index, group in groups:
             yield prompts[index][0], group
 
@@ -130,11 +128,7 @@ class RayEngines(RolloutEngine):
             raise
 
     def stream(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finished: OnFinished = ignore,
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
     ) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine`; engines take prompts in turn. Raises `EngineDied`, and
         `ray.exceptions.RayTaskError` if an engine failed without dying."""
@@ -157,7 +151,6 @@ class RayEngines(RolloutEngine):
                 except _DEATH as error:
                     raise _died(slot, error) from error
                 engine.owed.remove(position)
-                on_finished(n)
                 yield position, group
         finally:
             for each in self._engines.values():

@@ -68,7 +68,7 @@ class TrainerActor:
     def send(
         self, actors: Mapping[int, Any], dtype: torch.dtype, version: str, adapted: bool
     ) -> str | None:
-        """See `LocalLearner.deliver`. Raises `EngineDied` if an engine fails to load the weights."""
+        """See `LocalLearner.deliver`. Raises `EngineDied` if an engine fails to load them."""
         colocated = self._cluster.colocate
         failure: Exception | None = None
         for bucket in pack(self._learner.weights(adapted, dtype)):

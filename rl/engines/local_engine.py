@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,15 @@ from sparrow_sglang.plugin.launcher.adapters import load_adapter
 from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, Responses
-from sparrow_sglang.rl.rollout import EngineDied, OnFinished, RolloutEngine, Sampling, ignore
-from sparrow_sglang.rl.types import Group, Prompt
+from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, response_text
+from sparrow_sglang.rl.rollout import (
+    EngineDied,
+    RolloutEngine,
+    Sampling,
+    sample_request,
+    sampled,
+)
+from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedules.schedule import DENSE
 from sparrow_sglang.sglang_compat.versions import weight_update_session
 
@@ -93,22 +100,69 @@ class LocalEngine(RolloutEngine):
         prompts: Sequence[Prompt],
         n: int,
         sampling: Sampling,
-        on_finished: OnFinished = ignore,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Group]]:
-        """See `RolloutEngine`; once `is_stopped`, unfinished responses are aborted."""
-        assert self._version is not None, "weights released or loaded in part: update_weights first"
-        responses = Responses(
-            self._manager,
-            self.engine.loop,
-            self._processes,
-            sampling,
-            n,
-            self._version,
-            DENSE if sampling.dense else self._schedule,
-            switchable=self._schedule != DENSE,
-        )
-        yield from responses.stream(prompts, on_finished, is_stopped)
+        """See `RolloutEngine`; once `is_stopped`, unfinished responses are aborted. Raises
+        `RolloutError`, and `EngineDied` if a process ended or no response is finished within
+        `sampling.timeout_s`."""
+        loop, version = self.engine.loop, self._version
+        assert version is not None, "weights released or loaded in part: update_weights first"
+        groups: list[list[Rollout]] = [[] for _ in prompts]
+        running = {
+            loop.create_task(self._sampled(position, prompt, sample, sampling, version))
+            for position, prompt in enumerate(prompts)
+            for sample in range(n)
+        }
+        silent_s = 0.0
+        try:
+            while running and not is_stopped():
+                began = time.monotonic()
+                done, running = loop.run_until_complete(
+                    asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                )
+                self.require_alive()
+                silent_s = 0.0 if done else silent_s + time.monotonic() - began
+                if silent_s > sampling.timeout_s:
+                    limit = sampling.timeout_s
+                    raise EngineDied(f"no response within rollout.timeout_s={limit:.0f}")
+                for task in done:
+                    position, rollout = task.result()
+                    group = groups[position]
+                    group.append(rollout)
+                    if len(group) == n:
+                        group.sort(key=lambda rollout: rollout.sample)
+                        yield position, Group(prompts[position], tuple(group))
+        finally:
+            if running:
+                self._abandon(running)
+
+    async def _sampled(
+        self, position: int, prompt: Prompt, sample: int, sampling: Sampling, version: str
+    ) -> tuple[int, Rollout]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        schedule = DENSE if sampling.dense else self._schedule
+        request = sample_request(prompt.input_ids, sampling, self._schedule != DENSE)
+        outputs = self._manager.generate_request(GenerateReqInput(**request), None)
+        try:
+            output = await anext(outputs)
+        finally:
+            await outputs.aclose()
+        tokenizer = self._manager.tokenizer
+        decode = partial(response_text, tokenizer) if tokenizer else lambda ids: ""
+        return position, sampled(prompt, sample, output, sampling, version, schedule, decode)
+
+    async def _abort(self) -> None:
+        """Abort all requests; a coroutine, as the engine's socket belongs to the event loop."""
+        self._manager.abort_request(abort_all=True)
+
+    def _abandon(self, running: "set[asyncio.Task[tuple[int, Rollout]]]") -> None:
+        loop = self.engine.loop
+        if self._processes.are_running():
+            loop.run_until_complete(self._abort())
+        for task in running:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
 
     def update_weights(self, tensors: NamedTensors, version: str) -> None:
         """Load weights under their checkpoint names; later rollouts carry `version`. Raises

@@ -1,17 +1,13 @@
-"""The responses of one rollout that an `sglang.Engine` of this process samples."""
+"""The processes of an engine, and the text of its responses."""
 
-import asyncio
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from sparrow_sglang.rl.rollout import EngineDied, OnFinished, Sampling, sample_request, sampled
+from sparrow_sglang.rl.rollout import EngineDied
 from sparrow_sglang.rl.tasks.answers import THINKING_MARK
-from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 POLL_S = 1.0
 """Seconds between checks that the engine is still alive, while waiting for it."""
@@ -39,83 +35,6 @@ class EngineProcesses:
         for process in family:
             process.kill()
         psutil.wait_procs(family, timeout=10)
-
-
-@dataclass(eq=False)
-class Responses:
-    """Groups of `samples` responses each. `manager` is SGLang's TokenizerManager. `switchable`: the
-    engine has the sparrow backend."""
-
-    manager: Any
-    loop: asyncio.AbstractEventLoop
-    processes: EngineProcesses
-    sampling: Sampling
-    samples: int
-    weight_version: str
-    schedule: str
-    switchable: bool
-    _running: set[asyncio.Task[tuple[int, Rollout]]] = field(default_factory=set)
-
-    def stream(
-        self, prompts: Sequence[Prompt], on_finished: OnFinished, is_stopped: Callable[[], bool]
-    ) -> Iterator[tuple[int, Group]]:
-        """As `RolloutEngine.stream`, until `is_stopped`. Raises `RolloutError`, and `EngineDied` if
-        a process ended or no response is finished within `sampling.timeout_s`."""
-        groups: list[list[Rollout]] = [[] for _ in prompts]
-        self._running = {
-            self.loop.create_task(self._sampled(position, prompt, sample))
-            for position, prompt in enumerate(prompts)
-            for sample in range(self.samples)
-        }
-        silent_s = 0.0
-        try:
-            while self._running and not is_stopped():
-                began = time.monotonic()
-                done, self._running = self.loop.run_until_complete(
-                    asyncio.wait(self._running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                )
-                self.processes.require_alive()
-                silent_s = 0.0 if done else silent_s + time.monotonic() - began
-                if silent_s > self.sampling.timeout_s:
-                    limit = self.sampling.timeout_s
-                    raise EngineDied(f"no response within rollout.timeout_s={limit:.0f}")
-                for task in done:
-                    position, rollout = task.result()
-                    group = groups[position]
-                    group.append(rollout)
-                    on_finished(1)
-                    if len(group) == self.samples:
-                        group.sort(key=lambda rollout: rollout.sample)
-                        yield position, Group(prompts[position], tuple(group))
-        finally:
-            if self._running:
-                self._abandon()
-
-    async def _sampled(self, position: int, prompt: Prompt, sample: int) -> tuple[int, Rollout]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        request = sample_request(prompt.input_ids, self.sampling, self.switchable)
-        outputs = self.manager.generate_request(GenerateReqInput(**request), None)
-        try:
-            output = await anext(outputs)
-        finally:
-            await outputs.aclose()
-        source = self.weight_version, self.schedule
-        return position, sampled(prompt, sample, output, self.sampling, *source, self._decode)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return response_text(self.manager.tokenizer, ids) if self.manager.tokenizer else ""
-
-    async def _abort(self) -> None:
-        """Abort all requests; a coroutine, as the engine's socket belongs to the event loop."""
-        self.manager.abort_request(abort_all=True)
-
-    def _abandon(self) -> None:
-        if self.processes.are_running():
-            self.loop.run_until_complete(self._abort())
-        for task in self._running:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*self._running, return_exceptions=True))
 
 
 def response_text(tokenizer: Any, ids: Sequence[int]) -> str:

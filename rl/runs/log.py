@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,14 @@ class RunLog:
             self._tensorboard = SummaryWriter(folder, purge_step=first)
         self.progress = Progress(config.steps, "step", first, quiet=True)
 
-    def response_counter(self, stage: str, total: int) -> Callable[[int], None]:
-        return self.progress.counter(stage, total, "responses")
+    def counted(
+        self, stage: str, total: int, groups: Iterable[tuple[int, Group]]
+    ) -> Iterator[tuple[int, Group]]:
+        """`groups` with their positions, whose responses are counted on the terminal."""
+        finished = self.progress.counter(stage, total, "responses")
+        for position, group in groups:
+            finished(len(group.rollouts))
+            yield position, group
 
     def append(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to the file `name`, each with its step; flushed to the disk."""

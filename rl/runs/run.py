@@ -16,7 +16,7 @@ from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments
 from sparrow_sglang.rl.learner import Learner, LocalLearner, TrainersLost
-from sparrow_sglang.rl.rollout import OnFinished, RolloutEngine, Sampling
+from sparrow_sglang.rl.rollout import RolloutEngine, Sampling
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, owned, step_of
 from sparrow_sglang.rl.runs.log import RunLog, recorded_steps
 from sparrow_sglang.rl.runs.setup import Setup
@@ -116,9 +116,7 @@ class Run:
     def load_actor(self) -> None:
         self._adapter = self.learner.deliver(self.engine, str(self.state.step), adapted=True)
 
-    def stream(
-        self, prompts: Sequence[Prompt], on_finished: OnFinished
-    ) -> Iterator[tuple[int, Group]]:
+    def stream(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Group]]:
         """See `RolloutEngine.stream`; the engine has released its memory afterwards."""
         settings = self.config.rollout
         sampling = Sampling(
@@ -127,8 +125,7 @@ class Run:
             adapter=self._adapter,
             timeout_s=settings.timeout_s,
         )
-        samples = settings.samples_per_prompt
-        yield from self.engine.stream(prompts, samples, sampling, on_finished)
+        yield from self.engine.stream(prompts, settings.samples_per_prompt, sampling)
         self.engine.release()
 
     @contextmanager

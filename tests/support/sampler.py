@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl.rollout import OnFinished, RolloutEngine, Sampling, ignore
+from sparrow_sglang.rl.rollout import RolloutEngine, Sampling
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 TOKENS = 8
@@ -30,7 +30,6 @@ class Sampler(RolloutEngine):
         prompts: Sequence[Prompt],
         n: int,
         sampling: Sampling,
-        on_finished: OnFinished = ignore,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Group]]:
         self.entropies.clear()
@@ -41,7 +40,6 @@ class Sampler(RolloutEngine):
                 position,
                 Group(prompt, tuple(self._sample(prompt, i, sampling) for i in range(n))),
             )
-            on_finished(n)
 
     @torch.no_grad()
     def _sample(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:

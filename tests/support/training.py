@@ -1,5 +1,6 @@
 """Shared by the tests of training: prompts, engine arguments, run settings, expected log-probs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import ascii_task
@@ -9,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 from engines import random_prompt
 
 from sparrow_sglang.rl.config import TrainConfig
-from sparrow_sglang.rl.types import Prompt
+from sparrow_sglang.rl.rollout import RolloutEngine, Sampling
+from sparrow_sglang.rl.types import Group, Prompt
 
 PROMPTS = [Prompt(f"p{i}", "test", tuple(random_prompt(i, 70 + 9 * i))) for i in range(3)]
 # Reads every page of the tests' sequences, so that sparse decode is dense decode.
@@ -75,3 +77,11 @@ def error(model, groups) -> float:
         for group in groups
         for rollout in group.rollouts
     )
+
+
+def generate(
+    engine: RolloutEngine, prompts: Sequence[Prompt], n: int, sampling: Sampling
+) -> list[Group]:
+    """One group of `n` samples per prompt, in the order of the prompts."""
+    groups = dict(engine.stream(prompts, n, sampling))
+    return [groups[position] for position in range(len(prompts))]

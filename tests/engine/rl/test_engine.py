@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import SCHEDULE
 from oracle import FP32
-from training import ALL, PROMPTS, SERVER_ARGS, error, transformers_logprobs
+from training import ALL, PROMPTS, SERVER_ARGS, error, generate, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.benchmarks.rollout import make_requests, replay
@@ -40,7 +40,7 @@ def model(sharp_llama):
 
 
 def test_groups_come_in_the_order_of_the_prompts_and_are_complete(engine) -> None:
-    groups = engine.generate(PROMPTS, 3, SAMPLING)
+    groups = generate(engine, PROMPTS, 3, SAMPLING)
     assert [group.prompt for group in groups] == PROMPTS
     for group in groups:
         assert [rollout.sample for rollout in group.rollouts] == [0, 1, 2]
@@ -68,21 +68,21 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, 
         if hasattr(engine.engine, "end_weight_update"):
             assert "20 of 39 tensors were updated" in capfd.readouterr().err
         # The prompts are in the prefix cache now, with the old weights' KV.
-        engine.generate(PROMPTS, 2, SAMPLING)
+        generate(engine, PROMPTS, 2, SAMPLING)
         engine.update_weights(changed.state_dict().items(), "7")
         assert "tensors were updated" not in capfd.readouterr().err
-        groups = engine.generate(PROMPTS, 2, SAMPLING)
+        groups = generate(engine, PROMPTS, 2, SAMPLING)
         assert {r.weight_version for group in groups for r in group.rollouts} == {"7"}
         assert error(changed, groups) < FP32
         assert error(model, groups) > 100 * FP32
     finally:
         engine.update_weights(model.state_dict().items(), "8")
-    assert error(model, engine.generate(PROMPTS, 2, SAMPLING)) < FP32
+    assert error(model, generate(engine, PROMPTS, 2, SAMPLING)) < FP32
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_log_probs_are_those_of_the_tempered_distribution(engine, model, temperature) -> None:
-    (group,) = engine.generate(PROMPTS[:1], 4, Sampling(60, temperature))
+    (group,) = generate(engine, PROMPTS[:1], 4, Sampling(60, temperature))
     for rollout in group.rollouts:
         expected = transformers_logprobs(model, rollout, temperature)
         np.testing.assert_allclose(rollout.logprobs, expected, atol=FP32)
@@ -96,7 +96,7 @@ def test_an_update_may_follow_an_abandoned_rollout(engine, model, stopped) -> No
     assert stopped == (next(groups, None) is None)
     groups.close()
     engine.update_weights(model.state_dict().items(), "9")
-    assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
+    assert error(model, generate(engine, PROMPTS, 1, SAMPLING)) < FP32
 
 
 def test_after_a_failed_update_nothing_is_generated_until_a_good_one(engine, model) -> None:
@@ -104,9 +104,9 @@ def test_after_a_failed_update_nothing_is_generated_until_a_good_one(engine, mod
     with pytest.raises(ZeroDivisionError):
         engine.update_weights(((name, weight * (1 / i)) for i in (1, 0)), "bad")
     with pytest.raises(AssertionError, match="update_weights first"):
-        engine.generate(PROMPTS, 1, SAMPLING)
+        generate(engine, PROMPTS, 1, SAMPLING)
     engine.update_weights(model.state_dict().items(), "10")
-    assert error(model, engine.generate(PROMPTS, 1, SAMPLING)) < FP32
+    assert error(model, generate(engine, PROMPTS, 1, SAMPLING)) < FP32
 
 
 def test_an_engine_that_finishes_nothing_in_time_counts_as_dead(engine) -> None:
@@ -114,7 +114,7 @@ def test_an_engine_that_finishes_nothing_in_time_counts_as_dead(engine) -> None:
     scheduler.suspend()
     try:
         with pytest.raises(EngineDied, match="rollout.timeout_s"):
-            engine.generate(PROMPTS, 1, replace(SAMPLING, timeout_s=2.0))
+            generate(engine, PROMPTS, 1, replace(SAMPLING, timeout_s=2.0))
     finally:
         scheduler.resume()
 
@@ -129,7 +129,7 @@ def test_lossless_rollouts_are_those_of_the_weights_that_were_loaded(model, shar
     try:
         for version, served in (("1", model), ("2", changed)):
             lossless.update_weights(served.state_dict().items(), version)
-            groups = lossless.generate(PROMPTS, 2, Sampling(60, 0.7))
+            groups = generate(lossless, PROMPTS, 2, Sampling(60, 0.7))
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             for rollout in rollouts:
                 expected = transformers_logprobs(served, rollout, 0.7)

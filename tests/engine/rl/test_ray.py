@@ -18,7 +18,7 @@ from ascii_task import rows
 from cluster_engine import pids
 from engines import import_for_fork, kill, unused_model_files
 from oracle import FP32
-from training import ALL, PROMPTS, SERVER_ARGS, error, settings
+from training import ALL, PROMPTS, SERVER_ARGS, error, generate, settings
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
@@ -212,7 +212,7 @@ def test_after_an_update_both_engines_sample_from_the_new_weights(
     require_from_both(engines, model, "0")
     sender.load(engines, changed, "1")
     require_from_both(engines, changed, "1")
-    assert error(model, engines.generate(PROMPTS, 1, SAMPLING)) > 100 * FP32
+    assert error(model, generate(engines, PROMPTS, 1, SAMPLING)) > 100 * FP32
 
 
 def test_the_death_of_an_engine_ends_the_rollout_with_the_reason(engines) -> None:

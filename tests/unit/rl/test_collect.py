@@ -12,7 +12,7 @@ from reward_groups import AtOnce, group
 
 from sparrow_sglang.rl.collect import collect, prompts_from
 from sparrow_sglang.rl.config import RolloutConfig
-from sparrow_sglang.rl.rollout import OnFinished, Sampling
+from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.runs.run import Run
 from sparrow_sglang.rl.types import Group, Prompt
@@ -29,7 +29,7 @@ class Engine:
         self.released = False
 
     def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_finished: OnFinished
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling
     ) -> Iterator[tuple[int, Group]]:
         self.released = False
         waiting = list(enumerate(prompts))
@@ -60,7 +60,7 @@ def test_groups_are_those_of_the_next_prompts_in_their_order(
     count: int, step: int, seed: int
 ) -> None:
     settings = RolloutConfig(prompts_per_step=count, samples_per_prompt=2)
-    log = SimpleNamespace(response_counter=lambda *_: lambda count: None)
+    log = SimpleNamespace(counted=lambda stage, total, groups: groups)
     config, setup = SimpleNamespace(rollout=settings, seed=3), SimpleNamespace(train=PROMPTS)
     engine, workers, none = Engine(seed), Workers(), None
     state: Any = State(step)
