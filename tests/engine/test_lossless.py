@@ -31,7 +31,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sparrow_sglang import push_adapter, set_schedule
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend, sparrow_backend
-from sparrow_sglang.client.endpoint import EndpointError
+from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.planning.rounds import DENSE, Plan
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.lossless import algorithm
@@ -229,8 +229,7 @@ def test_prefixes_of_answers_are_shared(lossless: Any, stock: Any) -> None:
     assert got["meta_info"]["cached_tokens"] >= 160
     assert got["output_ids"] == expected["output_ids"]
     # Landmarks of every page in the tree are those of its keys.
-    checked = lossless.tokenizer_manager.sparrow.calls["landmarks"]()
-    assert lossless.loop.run_until_complete(checked)
+    connect(lossless).call_sparrow("landmarks")
 
 
 def test_others_go_on_where_one_is_aborted(lossless: Any, stock: Any) -> None:
@@ -280,8 +279,7 @@ def test_drafts_follow_another_schedule(
     lossless.generate(**fields | {"sampling_params": greedy(9, n=8)})
     before = set_schedule(lossless, "fixed-128")
     lossless.collective_rpc("require_measured")
-    checked = lossless.tokenizer_manager.sparrow.calls["landmarks"]()
-    assert lossless.loop.run_until_complete(checked)
+    connect(lossless).call_sparrow("landmarks")
     answer = lossless.generate(**fields)
     assert answer["output_ids"] == expected and answer["meta_info"]["cached_tokens"] >= 192
     set_schedule(lossless, before)
@@ -414,8 +412,7 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
                 require_equal(got, expected, with_logprobs)
                 for answer in got:
                     require_varied(answer)
-            checked = engine.tokenizer_manager.sparrow.calls["landmarks"]()
-            assert engine.loop.run_until_complete(checked)
+            connect(engine).call_sparrow("landmarks")
 
 
 def test_what_was_written_before_is_drafted(sharp_llama: str, schedule_file: str) -> None:

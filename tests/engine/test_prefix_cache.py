@@ -65,23 +65,9 @@ def sampling(new_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True} | fields
 
 
-async def answers(engine: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Answers to one request, one per sample."""
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    found = await anext(engine.tokenizer_manager.generate_request(GenerateReqInput(**fields), None))
-    return found if isinstance(found, list) else [found]
-
-
-def run(engine: Any, work: Any) -> Any:
-    return engine.loop.run_until_complete(work)
-
-
 def cached(engine: Any, prompt: list[int], lora: str | None = None) -> int:
     """Tokens of the prompt that were found in the cache."""
-    [answer] = run(
-        engine, answers(engine, input_ids=prompt, sampling_params=sampling(1), lora_path=lora)
-    )
+    answer = engine.generate(input_ids=prompt, sampling_params=sampling(1), lora_path=lora)
     count: int = answer["meta_info"]["cached_tokens"]
     return count
 
@@ -93,9 +79,8 @@ async def group_beside_others(engine: Any, new_tokens: int) -> list[int]:
         prompt = random_prompt(seed, 40)
         other = await start_request(engine, input_ids=prompt, sampling_params=sampling(400))
         others.append(asyncio.ensure_future(last_of(other)))
-    group = await answers(
-        engine, input_ids=random_prompt(3, 150), sampling_params=sampling(new_tokens, n=4)
-    )
+    parameters = sampling(new_tokens, n=4)
+    group = await engine.async_generate(input_ids=random_prompt(3, 150), sampling_params=parameters)
     assert not any(other.done() for other in others)
     engine.tokenizer_manager.abort_request(abort_all=True)
     await asyncio.gather(*others)
@@ -117,8 +102,8 @@ def test_as_many_tokens_are_found_as_in_stock_sglang(
             "one token": [cached(engine, prompt) for prompt, _ in once],
             "with an adapter": [cached(engine, prompt, lora="adapter") for prompt, _ in once],
             "longer": [cached(engine, prompt + [7] * 20) for prompt, _ in once],
-            "group": run(engine, group_beside_others(engine, 30)),
-            "group of one token": run(engine, group_beside_others(engine, 1)),
+            "group": engine.loop.run_until_complete(group_beside_others(engine, 30)),
+            "group of one token": engine.loop.run_until_complete(group_beside_others(engine, 1)),
         }
 
     with engine_of(sharp_llama, "torch_native", adapter) as engine:
@@ -133,7 +118,7 @@ def test_no_page_with_a_generated_token_is_found_and_scores_are_dense(
     engine: Any, oracle: ContractModel, length: int, new_tokens: int
 ) -> None:
     prompt = random_prompt(length, length)
-    [first] = run(engine, answers(engine, input_ids=prompt, sampling_params=sampling(new_tokens)))
+    first = engine.generate(input_ids=prompt, sampling_params=sampling(new_tokens))
     sequence = prompt + first["output_ids"]
     assert cached(engine, sequence + [7] * 20) == length // PAGE * PAGE
     assert_scores_are_dense(engine, oracle, prompt, first["output_ids"])
@@ -148,7 +133,7 @@ def test_generated_tokens_are_found_only_after_a_request_without_a_sparse_step(
 ) -> None:
     prompt = random_prompt(5, 40)
     parameters = sampling(new_tokens, custom_params=option and {"sparrow": option})
-    [first] = run(engine, answers(engine, input_ids=prompt, sampling_params=parameters))
+    first = engine.generate(input_ids=prompt, sampling_params=parameters)
     # The KV of the last token is never written; whole pages count.
     assert cached(engine, prompt + first["output_ids"] + [7] * 20) == found
 
@@ -157,16 +142,8 @@ def assert_scores_are_dense(
     engine: Any, oracle: ContractModel, prompt: list[int], response: list[int]
 ) -> None:
     """Scores of the same server are dense, whatever its cache holds of the sequence."""
-    [answer] = run(
-        engine,
-        answers(
-            engine,
-            input_ids=prompt + response,
-            sampling_params=sampling(0),
-            return_logprob=True,
-            logprob_start_len=len(prompt) - 1,
-        ),
-    )
+    fields = {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
+    answer = engine.generate(input_ids=prompt + response, sampling_params=sampling(0), **fields)
     got = torch.tensor([value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
     expected = oracle.log_probs(prompt, response).gather(-1, torch.tensor(response)[:, None])
     torch.testing.assert_close(got.double(), expected.squeeze(-1).double(), atol=FP32, rtol=0)
@@ -184,7 +161,7 @@ def test_a_request_that_ends_when_it_is_prefilled_again_leaves_dense_kv(
     async def interrupted() -> list[dict[str, Any]]:
         tasks = [
             asyncio.ensure_future(
-                answers(engine, input_ids=prompt, sampling_params=sampling(20 + 3 * seed))
+                engine.async_generate(input_ids=prompt, sampling_params=sampling(20 + 3 * seed))
             )
             for seed, prompt in enumerate(prompts)
         ]
@@ -192,9 +169,9 @@ def test_a_request_that_ends_when_it_is_prefilled_again_leaves_dense_kv(
             await asyncio.sleep(0.02)
             await manager.pause_generation(PauseGenerationReqInput(mode="retract"))
             await manager.continue_generation(ContinueGenerationReqInput())
-        return [one for answer in await asyncio.gather(*tasks) for one in answer]
+        return await asyncio.gather(*tasks)
 
-    outputs = run(engine, interrupted())
+    outputs = engine.loop.run_until_complete(interrupted())
     assert max(output["meta_info"].get("num_retractions", 0) for output in outputs) >= 3
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output["output_ids"]) == output["meta_info"]["completion_tokens"]

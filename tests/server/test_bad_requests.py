@@ -31,7 +31,6 @@ def refused(client: httpx.Client, route: str, body: dict[str, Any]) -> str:
 BAD_FIELDS: list[dict[str, Any]] = [
     {"input_ids": [[]]},
     {"input_ids": [[5, 6], []]},
-    {"input_ids": [5, 256]},
     {"input_ids": [-1]},
     LOGPROBS | {"logprob_start_len": -5},
     LOGPROBS | {"logprob_start_len": [3]},
@@ -48,22 +47,16 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"input_ids": [[5]] * 100, "sampling_params": {"n": 1000, "max_new_tokens": 1}},
 ]
 BAD_PARAMETERS: list[dict[str, Any]] = [
-    {"logit_bias": {"11": 1e39}},
     {"logit_bias": {"11": "NaN"}},
     {"min_new_tokens": 2, "stop_token_ids": [2**26]},
     {"stop_token_ids": [-1]},
-    {"top_k": 2**31},
     {"temperature": 1e39},
-    {"repetition_penalty": 1e-46},
     {"stream_interval": 0},
     {"max_new_tokens": 1.5},
     {"n": 0},
-    {"n": 30_000},
     {"n": None},
     {"sparrow": {"dense": True}},
     {"stop_regex": "("},
-    {"stop_regex": ["a", r"(a)\1"]},
-    {"stop_regex": "\n+(?=Q:)"},
     {"stop_regex": ["(?:.?.?.?.?.?){30}\0"] * 3},
     {"stop_regex": "(" * 2000 + "a" + ")" * 2000},
 ]

@@ -32,18 +32,12 @@ def engine(sharp_llama, chunked):
 def measured(engine, prompts: list[list[int]], lengths: list[int]) -> list:
     """Responses and their rates, of sampled generations that run together."""
     endpoint = connect(engine)
-    answers = endpoint.generate(
-        [
-            {
-                "input_ids": prompt,
-                "sampling_params": {
-                    "max_new_tokens": length,
-                    "custom_params": record_into(slot, len(prompt)) | REPORT,
-                },
-            }
-            for slot, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-    )
+    recorded = []
+    for slot, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        custom = record_into(slot, len(prompt)) | REPORT
+        parameters = {"max_new_tokens": length, "custom_params": custom}
+        recorded.append({"input_ids": prompt, "sampling_params": parameters})
+    answers = endpoint.generate(recorded)
     responses = [answer["output_ids"] for answer in answers]
     reports = [answer["meta_info"]["sparrow"] for answer in answers]
     requests = [

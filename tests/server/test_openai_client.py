@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import openai
@@ -125,28 +126,23 @@ def test_chat_completions(served):
     assert [token.token for token in choice.logprobs.content] == choice.message.content.split()
 
 
-@pytest.mark.parametrize("kind", ["chat", "text"])
-def test_streams_carry_the_same_answer(served, kind):
+@pytest.mark.parametrize(
+    ("ask", "text", "part"),
+    [(chat, "message.content", "delta.content"), (complete, "text", "text")],
+    ids=["chat", "text"],
+)
+def test_streams_carry_the_same_answer(served, ask, text, part):
     asked = {"extra_body": sparrow(report=True, kv_budget_tokens=48)}
-    streaming = asked | {"stream": True, "stream_options": {"include_usage": True}}
-    kinds = {"chat": chat, "text": complete}
-    if kind == "chat":
-        whole = chat(served, **asked)
-        text = whole.choices[0].message.content
-        chunks = list(chat(served, **streaming))
-        parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    else:
-        whole = complete(served, **asked)
-        text = whole.choices[0].text
-        chunks = list(complete(served, **streaming))
-        parts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
-    assert "".join(parts) == text
+    usage = {"stream_options": {"include_usage": True}}
+    whole, chunks = ask(served, **asked), list(ask(served, **asked, **usage, stream=True))
+    parts = [attrgetter(part)(chunk.choices[0]) or "" for chunk in chunks if chunk.choices]
+    assert "".join(parts) == attrgetter(text)(whole.choices[0])
     # A busy server sends several tokens at once, but not all of them.
     assert sum(part != "" for part in parts) > 1
     assert [chunk for chunk in chunks if chunk.usage] == chunks[-1:]
     assert chunks[-1].usage.completion_tokens == TOKENS
     assert chunks[-1].metadata == whole.metadata and chunks[-1].choices == []
-    without_usage = list(kinds[kind](served, **asked, stream=True))[-1]
+    *_, without_usage = ask(served, **asked, stream=True)
     assert without_usage.metadata == whole.metadata and without_usage.choices == []
     assert whole.metadata["sparrow"][0]["kv_budget_tokens"] == 48
     assert len({chunk.id for chunk in chunks}) == 1
@@ -165,20 +161,11 @@ def test_a_mixed_batch_gives_each_request_what_it_asks_for(served):
 
     async def together() -> list:
         base_url = f"{served.url}/v1"
+        fields = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1}
         async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
-            return await asyncio.gather(
-                *(
-                    client.completions.create(
-                        model=model,
-                        prompt=PROMPT,
-                        max_tokens=TOKENS,
-                        temperature=0,
-                        logprobs=1,
-                        extra_body=sparrow(**option),
-                    )
-                    for model, option, _ in cases
-                )
-            )
+            create = client.completions.create
+            calls = [create(model=m, extra_body=sparrow(**o), **fields) for m, o, _ in cases]
+            return await asyncio.gather(*calls)
 
     curves = []
     for (model, _, schedule), answer in zip(cases, asyncio.run(together()), strict=True):

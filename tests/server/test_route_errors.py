@@ -21,19 +21,6 @@ MAX_MESSAGE = 900
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def refused(response: httpx.Response) -> str:
-    """The reason that a refusal gives in one line."""
-    assert response.status_code == 400, response.text[:300]
-    message: str = response.json()["error"]["message"]
-    assert message.isprintable() and len(message) < MAX_MESSAGE, message
-    return message
-
-
-def require_unchanged(client: httpx.Client) -> None:
-    answer = client.get("/sparrow/schedule").json()
-    assert (answer["schedule"]["name"], answer["warning"]) == ("fixed-64", None)
-
-
 def nested(depth: int) -> str:
     return '{"a": ' * depth + "1" + "}" * depth
 
@@ -55,8 +42,12 @@ def nested(depth: int) -> str:
     ids=count(),
 )
 def test_bodies(client: httpx.Client, body: bytes) -> None:
-    refused(client.post("/sparrow/schedule", content=body))
-    require_unchanged(client)
+    response = client.post("/sparrow/schedule", content=body)
+    assert response.status_code == 400, response.text[:300]
+    message = response.json()["error"]["message"]
+    assert message.isprintable() and len(message) < MAX_MESSAGE, message
+    answer = client.get("/sparrow/schedule").json()
+    assert (answer["schedule"]["name"], answer["warning"]) == ("fixed-64", None)
 
 
 FACTORS = {

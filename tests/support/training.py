@@ -1,6 +1,7 @@
 """Shared by the tests of training: prompts, engine arguments, run settings, expected log-probs."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import ascii_task
@@ -59,6 +60,16 @@ def optimizer_steps(checkpoint: Path) -> set[int]:
     steps = {name: torch.empty(()) for name in stored if name.endswith(".step")}
     dcp.load(steps, checkpoint_id=checkpoint / "training", no_dist=True)
     return {int(count) for count in steps.values()}
+
+
+@torch.no_grad()
+def scaled(model):
+    """A copy of a model with other weights."""
+    changed = deepcopy(model)
+    torch.manual_seed(1)
+    for weight in changed.parameters():
+        weight.mul_(1 + 0.3 * torch.randn_like(weight))
+    return changed
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """The rollout engine in this process: what it records, and whose weights it samples from."""
 
-from copy import deepcopy
 from dataclasses import replace
 
 import engines
@@ -10,7 +9,7 @@ import pytest
 import torch
 from engines import SCHEDULE
 from oracle import FP32
-from training import ALL, PROMPTS, SERVER_ARGS, error, generate, transformers_logprobs
+from training import ALL, PROMPTS, SERVER_ARGS, error, generate, scaled, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.benchmarks.rollout import make_requests, replay
@@ -37,28 +36,6 @@ def engine(sharp_llama):
 @pytest.fixture(scope="module")
 def model(sharp_llama):
     return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
-
-
-def test_groups_come_in_the_order_of_the_prompts_and_are_complete(engine) -> None:
-    groups = generate(engine, PROMPTS, 3, SAMPLING)
-    assert [group.prompt for group in groups] == PROMPTS
-    for group in groups:
-        assert [rollout.sample for rollout in group.rollouts] == [0, 1, 2]
-        assert len({rollout.response_ids for rollout in group.rollouts}) == 3
-        for rollout in group.rollouts:
-            assert rollout.prompt_ids == group.prompt.input_ids
-            assert (len(rollout.response_ids), rollout.finish_reason) == (60, "length")
-            assert (rollout.schedule, rollout.weight_version) == (ALL, "default")
-
-
-def scaled(model):
-    """A model with other weights."""
-    changed = deepcopy(model)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in changed.parameters():
-            weight.mul_(1 + 0.3 * torch.randn_like(weight))
-    return changed
 
 
 def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, capfd):

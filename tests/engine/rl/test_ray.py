@@ -18,7 +18,7 @@ from ascii_task import rows
 from cluster_engine import pids
 from engines import import_for_fork, kill, unused_model_files
 from oracle import FP32
-from training import ALL, PROMPTS, SERVER_ARGS, error, generate, settings
+from training import ALL, PROMPTS, SERVER_ARGS, error, generate, scaled, settings
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
@@ -153,14 +153,9 @@ def model(sharp_llama):
 
 
 @pytest.fixture(scope="module")
-def changed(sharp_llama):
+def changed(model):
     """A model whose weights are not those of the checkpoint that every engine starts from."""
-    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1 + 0.3 * torch.randn_like(weight))
-    return model
+    return scaled(model)
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -185,9 +180,11 @@ def require_complete(groups, prompts, n: int, sampling: Sampling, version: str) 
     assert [group.prompt for group in groups] == list(prompts)
     for group in groups:
         assert [rollout.sample for rollout in group.rollouts] == list(range(n))
+        assert len({rollout.response_ids for rollout in group.rollouts}) == n
         for rollout in group.rollouts:
             assert rollout.prompt_ids == group.prompt.input_ids
-            assert len(rollout.response_ids) == sampling.max_new_tokens
+            ended = len(rollout.response_ids), rollout.finish_reason
+            assert ended == (sampling.max_new_tokens, "length")
             assert (rollout.weight_version, rollout.schedule) == (version, ALL)
 
 

@@ -69,15 +69,3 @@ def test_real_weights_answer_other_prompts_in_each_set(tiny_qwen3: str, tmp_path
     assert all(request.ends and request.new_tokens == 9 for request in twenty[0])
     texts = [json.loads(line)["messages"][0]["content"] for line in rollout.PROMPTS.open()]
     assert len(set(texts)) == 24
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("stock", {}),
-        ("stock-16", {"page_size": 16}),
-        ("fa3", {"page_size": 16, "attention_backend": "fa3"}),
-    ],
-)
-def test_stock_is_what_a_user_has_without_flags(name: str, settings: dict[str, Any]) -> None:
-    assert common.Side(name).settings == settings

@@ -1,12 +1,12 @@
 """What a calibration is about to generate and score."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from task_files import jsonl
 from transformers import Qwen3_5Config
 
 from sparrow_sglang.calibration import CalibrationError
@@ -20,11 +20,9 @@ from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 @pytest.fixture
 def options(tiny_llama: str, tmp_path: Path) -> CalibrationOptions:
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text(json.dumps({"input_ids": list(range(100))}) + "\n")
     return CalibrationOptions(
         model_path=tiny_llama,
-        prompts=prompts,
+        prompts=jsonl(tmp_path / "p.jsonl", [{"input_ids": list(range(100))}]),
         bin_tokens=64,
         budgets=(64,),
         out=tmp_path / "out.json",
@@ -32,23 +30,25 @@ def options(tiny_llama: str, tmp_path: Path) -> CalibrationOptions:
     )
 
 
-def test_every_sequence_is_short_enough_to_be_scored(options: CalibrationOptions) -> None:
+def test_every_sequence_is_short_enough_to_be_scored(
+    options: CalibrationOptions, tmp_path: Path
+) -> None:
     """SGLang takes inputs of at most context - 7 tokens."""
     rows = [{"input_ids": list(range(length))} for length in (100, 200, 245, 247, 247)]
-    assert options.prompts is not None
-    options.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = calibration_job(replace(options, new_tokens=50))
+    prompts = jsonl(tmp_path / "p.jsonl", rows)
+    job = calibration_job(replace(options, prompts=prompts, new_tokens=50))
     lengths = [len(sample.prompt.input_ids) + sample.new_tokens for sample in job.samples]
     assert lengths == [150, 249, 249, 249, 249]
     # The last line repeats the prompt before it, and counts as another sample of that prompt.
     assert job.settings["num_prompts"] == 4
 
 
-def test_a_token_beyond_the_vocabulary_is_refused(options: CalibrationOptions) -> None:
-    assert options.prompts is not None
-    options.prompts.write_text('{"input_ids": [1, 256]}\n')
+def test_a_token_beyond_the_vocabulary_is_refused(
+    options: CalibrationOptions, tmp_path: Path
+) -> None:
+    prompts = jsonl(tmp_path / "p.jsonl", [{"input_ids": [1, 256]}])
     with pytest.raises(CalibrationError, match="p.jsonl:1"):
-        calibration_job(options)
+        calibration_job(replace(options, prompts=prompts))
 
 
 @pytest.mark.parametrize(
@@ -56,32 +56,31 @@ def test_a_token_beyond_the_vocabulary_is_refused(options: CalibrationOptions) -
     [(7, 100, "7 prompts and 182 tokens at most"), (8, 250, "8 prompts and 208 tokens at most")],
 )
 def test_what_no_bin_could_be_judged_by_is_refused_before_an_engine_starts(
-    options: CalibrationOptions,
+    tiny_llama: str,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     prompts: int,
     min_tokens: int,
     message: str,
 ) -> None:
     rows = [{"input_ids": [i, *range(107)]} for i in range(prompts)]
-    assert options.prompts is not None
-    options.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {
-        "model-path": options.model_path,
-        "prompts": options.prompts,
-        "out": options.out,
+        "model-path": tiny_llama,
+        "prompts": jsonl(tmp_path / "p.jsonl", rows),
+        "out": tmp_path / "out.json",
         "min-tokens": min_tokens,
         "bin-tokens": 64,
         # Steps attend to 109 to 138 tokens; in whole pages, 26 of the 30 reach 128 or more.
         "new-tokens": 31,
         "budgets": 64,
         "rule": "published",
-        "engine-args": json.dumps(options.engine_args),
+        "engine-args": '{"context_length": 256}',
     }
     words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
     assert cli.main(["calibrate", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-    assert [path.name for path in options.prompts.parent.iterdir()] == ["p.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
 def test_a_check_judges_by_the_target_that_was_asked_for(

@@ -3,7 +3,6 @@ ones in benchmarks/results, to which they are fitted."""
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,7 @@ class TestFit:
             assert shares.mean() < 0.08 and np.mean(shares < 0.15) >= 0.9, kind
         assert max(errors.values()) < 0.3
 
-    def test_a_fit_finds_the_factors_by_which_steps_were_made(
-        self, tmp_path: Path, write_results: Callable[..., None]
-    ) -> None:
+    def test_a_fit_finds_the_factors_by_which_steps_were_made(self, tmp_path: Path) -> None:
         factors = [1.5, 1.1, 0.03, 0.0002]
         shape, gpu = ModelShape.from_config(config("qwen3-8b")), GPUS["h200"]
         rows = []
@@ -90,22 +87,14 @@ class TestFit:
         unlike = {"tp": 2}, {"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "fp8"}
         unlike += {"schedule": "removed"}, {"model": "qwen3-30b-a3b"}
         rows += [rows[0] | {"case": "2x2048", "step_ms": 1.0} | fields for fields in unlike]
-        write_results(rows)
-        steps = measured_steps(tmp_path / "results")
+        (tmp_path / "models").symlink_to(BENCHMARKS / "models")
+        results = tmp_path / "results"
+        results.mkdir()
+        (results / "other.json").write_text('{"rows": [{"step_ms": 1}]}')
+        (results / "steps.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
+        steps = measured_steps(results)
         assert len(steps) == 18
         assert [*fit(steps)["ms"].values()] == pytest.approx(factors, rel=1e-3)
-
-
-@pytest.fixture
-def write_results(tmp_path: Path) -> Callable[..., None]:
-    def write(rows: list[dict[str, Any]]) -> None:
-        (tmp_path / "models").symlink_to(BENCHMARKS / "models")
-        (tmp_path / "results").mkdir()
-        (tmp_path / "results" / "other.json").write_text('{"rows": [{"step_ms": 1}]}')
-        content = {"device": "NVIDIA H200", "rows": rows}
-        (tmp_path / "results" / "steps.json").write_text(json.dumps(content))
-
-    return write
 
 
 class TestTerms:

@@ -41,21 +41,34 @@ def tokenized(**changes: Any) -> Any:
     return request
 
 
-def test_whatever_a_request_samples_with_it_is_audited() -> None:
-    samplings: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.01},
-        {"regex": "a+"},
-        {"logit_bias": {"5": 1.0}},
-        {"return_logprob": True, "logprob_start_len": 0},
-    ]
-    for changes in samplings:
-        assert skip_reason(tokenized(**changes), RequestOption(ACTIVE), ACTIVE) is None
+DENSE = ACTIVE.as_dense()
 
 
-def test_a_request_that_cannot_be_audited_is_counted_by_the_reason() -> None:
-    for changes in ({"input_ids": None}, {"session_params": {}}, {"custom_params": [1]}):
-        assert skip_reason(tokenized(**changes), RequestOption(ACTIVE), ACTIVE) == "input"
+@pytest.mark.parametrize(
+    ("changes", "option", "reason"),
+    [
+        # Whatever a request samples with, it is audited.
+        ({}, RequestOption(ACTIVE), None),
+        ({"temperature": 0.01}, RequestOption(ACTIVE), None),
+        ({"regex": "a+"}, RequestOption(ACTIVE), None),
+        ({"logit_bias": {"5": 1.0}}, RequestOption(ACTIVE), None),
+        ({"return_logprob": True, "logprob_start_len": 0}, RequestOption(ACTIVE), None),
+        ({"input_ids": None}, RequestOption(ACTIVE), "input"),
+        ({"session_params": {}}, RequestOption(ACTIVE), "input"),
+        ({"custom_params": [1]}, RequestOption(ACTIVE), "input"),
+        ({}, None, "own_schedule"),
+        ({}, RequestOption(None), "own_schedule"),
+        ({}, RequestOption(ACTIVE, 32), "own_schedule"),
+        ({}, RequestOption(BudgetSchedule.fixed(96)), "own_schedule"),
+        # The server decodes densely.
+        ({}, RequestOption(DENSE), "dense"),
+    ],
+)
+def test_a_request_is_audited_or_counted_by_the_reason(
+    changes: dict[str, Any], option: RequestOption | None, reason: str | None
+) -> None:
+    active = DENSE if reason == "dense" else ACTIVE
+    assert skip_reason(tokenized(**changes), option, active) == reason
     assert {"input", "own_schedule", "dense"} == {*SKIPPED}
 
 
@@ -102,17 +115,6 @@ def test_a_user_gets_no_slot_of_the_audit(new_tokens: int) -> None:
     custom = request.sampling_params.custom_params
     assert custom["mine"] == 1 and custom["sparrow_record"] is None
     assert before.custom_params["sparrow_record"] == [0, 2]
-
-
-def test_only_responses_under_the_active_schedule_are_audited() -> None:
-    others = (None, RequestOption(None), RequestOption(ACTIVE, 32))
-    for option in (*others, RequestOption(BudgetSchedule.fixed(96))):
-        assert skip_reason(tokenized(), option, ACTIVE) == "own_schedule"
-
-
-def test_nothing_is_audited_while_the_server_decodes_densely() -> None:
-    dense = ACTIVE.as_dense()
-    assert skip_reason(tokenized(), RequestOption(dense), dense) == "dense"
 
 
 def test_an_error_of_the_record_ends_it_and_not_the_scheduler(monkeypatch) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from configs import kv_configurator
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sparrow_sglang.attention_backends.gpu_decode import DecodeBuffers
@@ -113,21 +113,11 @@ def test_it_says_that_nothing_is_drafted_without_cuda_graphs(make_args: Any) -> 
     assert "nothing is drafted" in mode_of(on_gpu).describe(on_gpu, schedule, config)
 
 
-def test_the_logits_of_a_round_are_reserved(
-    make_args: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_logits_of_a_round_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of fp32 for each token of each request, and as much twice for its probabilities."""
     requests, tokens = 7, 5
-    model_config = SimpleNamespace(
-        hf_config={}, vocab_size=0, context_len=512, hidden_size=64, dtype=torch.bfloat16
-    )
-    kvc = SimpleNamespace(
-        device="cuda",
-        gpu_id=0,
-        server_args=make_args(max_running_requests=requests, **DRAFTS),
-        model_config=model_config,
-        kv_cache_dtype=torch.bfloat16,
-    )
+    model = {"hf_config": {}, "vocab_size": 0, "context_len": 512, "hidden_size": 64}
+    kvc = kv_configurator({"max_running_requests": requests, **DRAFTS}, model)
     monkeypatch.setattr(PROCESS, "decoding", (Lossless(), None))
     for name in ("DecodeShape.of_model", "DecodeBuffers.__init__"):
         monkeypatch.setattr(f"sparrow_sglang.attention_backends.gpu_decode.{name}", lambda *_: None)
@@ -137,7 +127,7 @@ def test_the_logits_of_a_round_are_reserved(
     monkeypatch.setattr(memory, "rows_of_graphs", lambda args, count: count)
     monkeypatch.setattr("sparrow_sglang.attention_backends.gpu_decode.EAGER_ROWS", 10**6)
     without = memory.reserve_decode_buffers(10**9, kvc, 0.0)
-    model_config.vocab_size = 1000
+    kvc.model_config.vocab_size = 1000
     left = memory.reserve_decode_buffers(10**9, kvc, 0.0)
     assert without - left == 3 * 4 * 1000 * requests * tokens
 

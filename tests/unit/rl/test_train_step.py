@@ -46,6 +46,25 @@ def logprobs_of(model: Any, group: int, sample: int) -> torch.Tensor:
     return (logits / TEMPERATURE).log_softmax(-1).gather(1, picked)[:, 0]
 
 
+def rollout_of(name: str, sample: int, ids: Any, logprobs: Any) -> Rollout:
+    prompt, response = map(tuple, ids)
+    return Rollout(name, sample, prompt, response, logprobs, "stop", "0", "dense", "")
+
+
+def run_of(config: TrainConfig, policy: Any) -> Any:
+    """What a step takes of a run."""
+    setup = SimpleNamespace(schedule=None, train=[0] * 8, tokenizer=SimpleNamespace(decode=str))
+    return SimpleNamespace(
+        config=config,
+        learner=LocalLearner(config, policy),
+        setup=setup,
+        state=State(),
+        prompts_used=4,
+        updating=nullcontext,
+        log=SimpleNamespace(write=lambda *_: None, append=lambda *_: None),
+    )
+
+
 def ids_of(group: int, sample: int) -> tuple[list[int], list[int]]:
     number = 3 * group + sample
     return random_prompt(group, 9), random_prompt(50 + number, 5 + 3 * number % 11)
@@ -68,8 +87,7 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
             offsets[number, sample] = torch.tensor(offset)
             with torch.no_grad():
                 dense = logprobs_of(model, number, sample).numpy()
-            tokens = tuple(prompt), tuple(response), dense + offset
-            rollouts.append(Rollout(f"{number}", sample, *tokens, "stop", "0", "dense", ""))
+            rollouts.append(rollout_of(f"{number}", sample, (prompt, response), dense + offset))
         groups.append(Group(Prompt(f"{number}", "t", tuple(prompt)), tuple(rollouts)))
 
     found: list[dict[str, torch.Tensor]] = []
@@ -83,28 +101,13 @@ def test_a_step_takes_the_gradient_of_the_corrected_loss(
     fields = {
         "run_dir": "unused",
         "task": {"name": "story"},
-        "rollout": {
-            "temperature": TEMPERATURE,
-            "prompts_per_step": 4,
-            "samples_per_prompt": 3,
-        },
-        "algorithm": {
-            "std_normalisation": normalised,
-            "mini_batches": mini_batches,
-        },
+        "rollout": {"temperature": TEMPERATURE, "prompts_per_step": 4, "samples_per_prompt": 3},
+        "algorithm": {"std_normalisation": normalised, "mini_batches": mini_batches},
         "mismatch": {"sequences": 0},
         "logging": {"response_groups": 0},
     }
     config = TrainConfig.parse(fields)
-    run: Any = SimpleNamespace(
-        config=config,
-        learner=LocalLearner(config, policy),
-        setup=SimpleNamespace(schedule=None, train=[0] * 8, tokenizer=SimpleNamespace(decode=str)),
-        state=State(),
-        prompts_used=4,
-        updating=nullcontext,
-        log=SimpleNamespace(write=lambda *_: None, append=lambda *_: None),
-    )
+    run = run_of(config, policy)
     trainer.train_step(run, 0, Collected(groups, Scores(tuple(REWARDS))), Clock())
 
     for part, numbers in enumerate({1: [range(4)], 2: [range(2), range(2, 4)]}[mini_batches]):
@@ -136,10 +139,10 @@ def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
     """In a group outside of the loss only, and in all."""
     groups = []
     for group in range(2):
-        prompt, response = ids_of(group, 0)
-        tokens = tuple(prompt), tuple(response), np.zeros(len(response))
-        rollouts = (Rollout(f"p{group}", i, *tokens, "stop", "0", "dense", "") for i in range(2))
-        groups.append(Group(Prompt(f"p{group}", "t", tuple(prompt)), tuple(rollouts)))
+        prompt, response = ids = ids_of(group, 0)
+        nothing = np.zeros(len(response))
+        rollouts = tuple(rollout_of(f"p{group}", i, ids, nothing) for i in range(2))
+        groups.append(Group(Prompt(f"p{group}", "t", tuple(prompt)), rollouts))
     policy = new_policy(sharp_llama)
     score = policy.score
 
@@ -157,13 +160,7 @@ def test_a_log_prob_that_is_not_finite_is_named_before_the_run_advances(
     fields = {"run_dir": "unused", "task": {"name": "story"}, "mismatch": {"sequences": 0}}
     config = TrainConfig.parse(fields)
     before = {name: one.clone() for name, one in policy.named_weights()}
-    run: Any = SimpleNamespace(
-        config=config,
-        learner=LocalLearner(config, policy),
-        setup=SimpleNamespace(schedule=None),
-        state=State(),
-        updating=nullcontext,
-    )
+    run = run_of(config, policy)
     rewards: tuple[Rewards, ...] = ((1.0, 1.0), (1.0, 0.0)) if number == 0 else ((2.0, 1.0),) * 2
     collected = Collected(groups, Scores(rewards))
     with pytest.raises(FloatingPointError, match="step 3, prompt 'p0', sample 0: .* of"):
