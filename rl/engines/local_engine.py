@@ -120,7 +120,7 @@ class LocalEngine(RolloutEngine):
                 done, running = loop.run_until_complete(
                     asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 )
-                self.require_alive()
+                self._processes.require_alive()
                 silent_s = 0.0 if done else silent_s + time.monotonic() - began
                 if silent_s > sampling.timeout_s:
                     limit = sampling.timeout_s
@@ -285,14 +285,11 @@ class LocalEngine(RolloutEngine):
         while not task.done():
             loop.run_until_complete(asyncio.wait({task}, timeout=POLL_S))
             if not task.done():
-                self.require_alive()
+                self._processes.require_alive()
                 if time.monotonic() - began > ANSWER_TIMEOUT_S:
                     task.cancel()
                     raise EngineDied(f"the engine did not answer within {ANSWER_TIMEOUT_S:.0f} s")
         return task.result()
-
-    def require_alive(self) -> None:
-        self._processes.require_alive()
 
 
 def engine_args(model_path: str, schedule: str) -> dict[str, Any]:

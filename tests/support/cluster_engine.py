@@ -32,8 +32,6 @@ class Repeatable(Sampler):
         torch.manual_seed(1000 * int(prompt.id) + 10 * sample + int(self.version))
         return super()._sample(prompt, sample, *rest)
 
-    def require_alive(self) -> None: ...
-
     def prepare_load(self) -> None:
         self._loaded: dict[str, torch.Tensor] = {}
 
