@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from training import generate
 
 from sparrow_sglang.calibration.prompts import builtin_prompts, tokenizer_of
 from sparrow_sglang.models import embedded_model
@@ -166,7 +167,7 @@ def adapter(policy, engine, prompts) -> SparseAdapter:
 
 def rollouts(engine, prompts, sampling):
     """Sequences and the log-probs that the server recorded, [N]."""
-    groups = engine.generate(prompts, 2, sampling)
+    groups = generate(engine, prompts, 2, sampling)
     responses = [rollout for group in groups for rollout in group.rollouts]
     recorded = np.concatenate([rollout.logprobs for rollout in responses])
     return [(rollout.prompt_ids, rollout.response_ids) for rollout in responses], recorded
