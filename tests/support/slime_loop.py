@@ -156,6 +156,8 @@ def main() -> None:
     args = parse_args()
     gpu = torch.cuda.is_available()
     ray.init(
+        # A cluster of its own, also where another runs on this machine.
+        "local",
         num_cpus=None if gpu else 8,
         num_gpus=None if gpu else 2,
         include_dashboard=False,
