@@ -1,6 +1,7 @@
 """No kernel of a lossless round, or of an allocation, is compiled while requests run: what a batch
 changes is no constant of a kernel."""
 
+import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,10 @@ def test_no_batch_meets_an_allocation_that_is_not_compiled(
 ) -> None:
     monkeypatch.setattr(sglang_allocation, "attention_backends", lambda: ("sparrow", "sparrow"))
     monkeypatch.setattr(sglang_allocation, "_is_cpu", False)
+    # SGLang's own, where another test has loaded our hooks for CPUs.
+    for name in ("get_last_loc", "assign_req_to_token_pool_func"):
+        own = inspect.unwrap(getattr(sglang_allocation, name))
+        monkeypatch.setattr(sglang_allocation, name, own)
     allocator, table = allocator_of(999, kernels=True), torch.zeros(70, 50, dtype=torch.int32)
     allocation.compile_kernels(allocator, table, in_rounds)
     before = sorted(compiled)
