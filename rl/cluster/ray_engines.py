@@ -17,8 +17,7 @@ from ray.util.scheduling_strategies import (
 
 from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus, use_network_of_ray
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
-from sparrow_sglang.rl.engines.local_engine import LocalEngine
-from sparrow_sglang.rl.engines.responses import POLL_S
+from sparrow_sglang.rl.engines.local_engine import POLL_S, LocalEngine
 from sparrow_sglang.rl.rollout import (
     EngineDied,
     EngineNotStarted,

@@ -4,9 +4,11 @@ import asyncio
 import atexit
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
 from sparrow_sglang.client.engine import start_engine
@@ -15,7 +17,6 @@ from sparrow_sglang.plugin.launcher.adapters import load_adapter
 from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND
 from sparrow_sglang.plugin.state import require_server_state
-from sparrow_sglang.rl.engines.responses import POLL_S, EngineProcesses, response_text
 from sparrow_sglang.rl.rollout import (
     EngineDied,
     RolloutEngine,
@@ -23,6 +24,7 @@ from sparrow_sglang.rl.rollout import (
     sample_request,
     sampled,
 )
+from sparrow_sglang.rl.tasks.answers import THINKING_MARK
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedules.schedule import DENSE
 from sparrow_sglang.sglang_compat.versions import weight_update_session
@@ -60,7 +62,44 @@ def serialized(bucket: Any) -> bytes:
     return payload
 
 
+class EngineProcesses:
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+
+    def are_running(self) -> bool:
+        return all(process.is_running() for process in self._processes)
+
+    def require_alive(self) -> None:
+        """Raise `EngineDied` if a process has ended."""
+        for process in self._processes:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise EngineDied(f"process {process.pid} of the SGLang engine died; see stderr")
+
+    def kill(self) -> None:
+        """End the processes and their children, and no others."""
+        family: list[psutil.Process] = []
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                family += [*process.children(recursive=True), process]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, timeout=10)
+
+
+def response_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text without special tokens, except those around thinking, which a reward has to see."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number: token.content for number, token in added.items() if token.special}
+    marks = {number for number, content in special.items() if THINKING_MARK.fullmatch(content)}
+    if not marks.intersection(ids):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+    return str(tokenizer.decode([one for one in ids if one in marks or one not in special]))
+
+
 IDLE_TIMEOUT_S = 60.0
+
+POLL_S = 1.0
+"""Seconds between checks that the engine is still alive, while waiting for it."""
 
 ANSWER_TIMEOUT_S = 600.0
 """Time for the engine to answer a call between rollouts."""

@@ -196,7 +196,7 @@ class LosslessWorker(BaseSpecWorker):
         are known."""
         self._passes.weights.refresh()
         prefilled, self._prefilled = self._prefilled, batch.forward_mode.is_extend()
-        if batch.forward_mode.is_extend():
+        if self._prefilled:
             result = self._target_worker.forward_batch_generation(batch)
             if self._histories is not None:
                 self._histories.prefilled(batch.reqs, result.next_token_ids)

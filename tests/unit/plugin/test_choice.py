@@ -1,5 +1,7 @@
 """Which rounds are chosen."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from sparrow_sglang.plugin.lossless.choice import (
     RoundTimes,
     best,
 )
+from sparrow_sglang.plugin.scheduler import timing
 
 WIDTH = 9
 PLANS = plans(WIDTH, looks_up=True)
@@ -93,6 +96,16 @@ def test_the_host_is_the_limit_of_small_models() -> None:
     assert fast == verified[wide] < slow
     # A large model's are limited by the device.
     assert times_of({1024: LONG}).at(1, 1024) == pytest.approx(LONG)
+
+
+def test_the_host_waits_for_no_device_while_its_launches_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    takes, runs = (lambda s: now.append(now[-1] + s)), iter([3.0, 1.0, 2.0, 2.0])
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: takes(5.0))
+    assert timing.least_launch_seconds(lambda: takes(next(runs))) == 1.0
 
 
 def test_expected_tokens() -> None:

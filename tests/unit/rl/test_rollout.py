@@ -11,8 +11,7 @@ import torch
 from training import PROMPTS
 
 from sparrow_sglang.rl.engines import local_engine
-from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
-from sparrow_sglang.rl.engines.responses import response_text
+from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack, response_text
 from sparrow_sglang.rl.rollout import EngineDied, RolloutError, Sampling, sample_request, sampled
 from sparrow_sglang.rl.tasks import math as math_task
 from sparrow_sglang.rl.types import Prompt, Rollout
