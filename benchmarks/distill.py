@@ -6,6 +6,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -24,14 +25,13 @@ Rows have each step's tail without, with half and with all of the adapter, and t
 def row_of(delivery: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A result of the metrics of a run's steps; the speed is that of rollouts with the adapter,
     whose scale the step before has chosen. The first step warms up."""
-    speeds = [step["sparrow/rollout_tokens_per_s"] for step in steps[1:]]
-    scales = [step.get("sparrow/distill_scale") for step in steps]
-    used = [speed for scale, speed in zip(scales, speeds, strict=False) if scale]
+    speed = "sparrow/rollout_tokens_per_s"
+    used = [step[speed] for last, step in pairwise(steps) if last.get("sparrow/distill_scale")]
     names = ("distill_scale", "distill_p05_scale0", "distill_p05_scale0.5", "distill_p05_scale1")
     return {
         "delivery": delivery,
         "rollout_tokens_per_s": statistics.median(used) if used else None,
-        "rollout_tokens_per_s_all": speeds,
+        "rollout_tokens_per_s_all": [step[speed] for step in steps[1:]],
         **{name: [step.get(f"sparrow/{name}") for step in steps] for name in names},
         "step_s": [step["timing_s/step"] for step in steps],
     }
