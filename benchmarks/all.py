@@ -51,8 +51,13 @@ _STEPS = """--prefills 0 --repeats 2 --engine-args '{"disable_prefill_cuda_graph
 _STEPS_TP2 = _STEPS.replace("{", '{"tp_size": 2, ')
 _TP2 = "step --models qwen3-8b --cases 1x4096 8x32768 64x1024"
 _8B_CASES = "1x1024 4x4096 16x8192 8x32768 64x1024 64x4096"
-_SPARSE = f"step --models qwen3-1.7b --schedules qwen3-1.7b-0.86 {INT4} --cases 16x32768"
-_SPARSE_CODER = f"step --models {CODER} --schedules {CODER}-int4-0.86 --cases 16x30720"
+_SPARSE_CASES = "1x1024 1x32768 4x32768 16x32768"
+_SPARSE = f"step --models qwen3-1.7b --schedules qwen3-1.7b-0.86 {INT4} --cases {_SPARSE_CASES}"
+_SPARSE_8B = "step --models qwen3-8b --schedules qwen3-8b-0.86 --cases 1x32768 16x32768"
+_SPARSE_CODER = (
+    f"step --models {CODER} --schedules {CODER}-int4-0.86 --cases 1x14336 16x30720 64x8192"
+)
+_HYBRID = "step --models qwen3.5-2b --schedules fixed-2048 --cases 1x32768 16x32768"
 _PREFILLS = "--cases 1x1024 16x4096 64x1024 --schedules drafts --drafts 8 --repeats 1"
 PARTS = {
     "rollout-8b-3k": _three(f"{_8B} --mean-tokens 3072 --max-tokens 8192 --drafts 8", 225, 140),
@@ -63,8 +68,10 @@ PARTS = {
     ),
     "steps-8b": _three(f"step --models qwen3-8b --cases {_8B_CASES} {_ROUNDS} {_STEPS}", 210, 130),
     "steps-8b-tp2": _three(f"{_TP2} {_ROUNDS} {_STEPS_TP2}", 180, 75),
-    "sparse-1.7b": _three(f"{_SPARSE} {_STEPS}", 230, 100),
-    "sparse-coder": _three(f"{_SPARSE_CODER} {_STEPS}", 110, 90),
+    "sparse-1.7b": _three(f"{_SPARSE} {_STEPS}", 250, 110),
+    "sparse-8b": _three(f"{_SPARSE_8B} {_STEPS}", 130, 110),
+    "sparse-coder": _three(f"{_SPARSE_CODER} {_STEPS}", 120, 100),
+    "sparse-hybrid": _three(f"{_HYBRID} {_STEPS}", 140, 120),
     "steps-30b": _three(
         f"step --models qwen3-30b-a3b --cases 1x4096 16x8192 {_ROUNDS} {_STEPS}", 220, 140
     ),
