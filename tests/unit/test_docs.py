@@ -175,13 +175,23 @@ def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
         cells = f"| {stock:,.0f} | {ours:,.0f} | {ours / stock:.2f}× | {a_round} | {first} |"
         assert f"| {size} {cells}" in benchmarks
     figure = (ROOT / "docs" / "rollout.svg").read_text("utf-8")
-    both = {row["side"]: row for row in result_rows("rollout-8b-3k")}
-    stock, ours = (both[side]["tokens_per_s"] for side in ("stock", "sparrow"))
-    assert f"{stock:,.0f} tokens/s | {ours:,.0f} | {ours / stock:.2f}× |" in readme
-    seconds = [both[side]["seconds"] for side in ("stock", "sparrow")]
-    assert f"{seconds[0]:.1f} | {seconds[1]:.1f} | {ours / stock:.2f}× |" in benchmarks
-    for label, last in zip(("stock SGLang (fa3)", "lossless"), seconds, strict=True):
-        assert f"{label}, {last:.1f} s" in figure
+    for name, lengths, shown in (
+        ("rollout-8b-3k", "3,072, 8,192", "64 answers of 3K tokens"),
+        ("rollout-8b-8k", "8,192, 32,768", "64 answers of 8K, the picture"),
+        ("rollout-1.7b-4k", "4,096, 16,384", ""),
+    ):
+        both = {row["side"]: row for row in result_rows(name)}
+        sides = [both[side] for side in ("stock", "sparrow")]
+        stock, ours = (row["tokens_per_s"] for row in sides)
+        cells = f"{stock:,.0f} tokens/s | {ours:,.0f} | {ours / stock:.2f}× |"
+        assert not shown or f"{shown} | {cells}" in readme
+        seconds = [f"{row['seconds']:.1f}" for row in sides]
+        first = " | ".join(f"{row['first_token_last_s']:.2f}" for row in sides)
+        cells = f"{seconds[0]} | {seconds[1]} | {ours / stock:.2f}× | {first} |"
+        assert f"| {lengths} | {cells}" in benchmarks
+        if "picture" in shown:
+            for label, last in zip(("stock SGLang (fa3)", "lossless"), seconds, strict=True):
+                assert f"{label}, {last} s" in figure
 
 
 def test_rounds_on_two_gpus_are_those_of_the_result() -> None:
