@@ -61,14 +61,14 @@ _HYBRID = "step --models qwen3.5-2b --schedules fixed-2048 --cases 1x32768 16x32
 _PREFILLS = "--cases 1x1024 16x4096 64x1024 --schedules drafts --drafts 8 --repeats 1"
 PARTS = {
     "rollout-8b-3k": _three(f"{_8B} --mean-tokens 3072 --max-tokens 8192 --drafts 8", 225, 140),
-    "rollout-8b-8k": _three(f"{_8B} --mean-tokens 8192 --max-tokens 32768 --drafts 8", 330, 420),
-    "rollout-1.7b-4k": _three(f"{_1B} --mean-tokens 4096 --max-tokens 16384 --drafts 8", 125, 140),
+    "rollout-8b-8k": _three(f"{_8B} --mean-tokens 8192 --max-tokens 32768 --drafts 8", 350, 455),
+    "rollout-1.7b-4k": _three(f"{_1B} --mean-tokens 4096 --max-tokens 16384 --drafts 8", 180, 130),
     "rollout-coder": _three(
         f"rollout --model-path {CODER} --sequences 1 16 64 --drafts 8", 130, 115, **{NGRAM: 200}
     ),
-    "steps-8b": _three(f"step --models qwen3-8b --cases {_8B_CASES} {_ROUNDS} {_STEPS}", 210, 130),
-    "steps-8b-tp2": _three(f"{_TP2} {_ROUNDS} {_STEPS_TP2}", 180, 75),
-    "sparse-1.7b": _three(f"{_SPARSE} {_STEPS}", 250, 110),
+    "steps-8b": _three(f"step --models qwen3-8b --cases {_8B_CASES} {_ROUNDS} {_STEPS}", 290, 115),
+    "steps-8b-tp2": _three(f"{_TP2} {_ROUNDS} {_STEPS_TP2}", 225, 80),
+    "sparse-1.7b": _three(f"{_SPARSE} {_STEPS}", 265, 110),
     "sparse-8b": _three(f"{_SPARSE_8B} {_STEPS}", 130, 110),
     "sparse-coder": _three(f"{_SPARSE_CODER} {_STEPS}", 120, 100),
     "sparse-hybrid": _three(f"{_HYBRID} {_STEPS}", 140, 120),
@@ -77,7 +77,7 @@ PARTS = {
     ),
     "prefill-8b": _three(f"step --models qwen3-8b {_PREFILLS}", 160, 110),
     "attention": Part("attention", {"": 240}),
-    "distill": Part(f"distill --model-path {CODER}", {"": 240}),
+    "distill": Part(f"distill --model-path {CODER}", {"": 415}),
 }
 
 
