@@ -176,8 +176,8 @@ def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
         assert f"| {size} {cells}" in benchmarks
     figure = (ROOT / "docs" / "rollout.svg").read_text("utf-8")
     for name, lengths, shown in (
-        ("rollout-8b-3k", "3,072, 8,192", "64 answers of 3K tokens"),
-        ("rollout-8b-8k", "8,192, 32,768", "64 answers of 8K, the picture"),
+        ("rollout-8b-3k", "3,072, 8,192", "64 answers of 3K"),
+        ("rollout-8b-8k", "8,192, 32,768", "64 answers of 8K"),
         ("rollout-1.7b-4k", "4,096, 16,384", ""),
     ):
         both = {row["side"]: row for row in result_rows(name)}
@@ -189,7 +189,7 @@ def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
         first = " | ".join(f"{row['first_token_last_s']:.2f}" for row in sides)
         cells = f"{seconds[0]} | {seconds[1]} | {ours / stock:.2f}× | {first} |"
         assert f"| {lengths} | {cells}" in benchmarks
-        if "picture" in shown:
+        if "8K" in shown:
             for label, last in zip(("stock SGLang (fa3)", "lossless"), seconds, strict=True):
                 assert f"{label}, {last} s" in figure
 
@@ -235,7 +235,7 @@ def test_rounds_of_the_pages_are_those_of_the_result() -> None:
         name = f"{batch} × {length // 1024}K"
         assert f"| {name} | {shown} | {gain:.2f}× |" in lossless
         if case in ("1x1024", "8x32768"):
-            requests = f"{batch} request{'s' * (batch > 1)} of {length // 1024}K"
+            requests = f"{batch} request{'s' * (batch > 1)}, {length // 1024}K"
             row = f"{ms[None]:.2f} ms | {min(cells):.2f} | {gain:.2f}× |"
             assert f"| a token, {requests} | {row}" in readme
 
