@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.benchmarks.common import NGRAM, STOCK, STOCK_16, bench_parser, read_result
+from sparrow_sglang.benchmarks.common import (
+    NGRAM,
+    RESULT,
+    STOCK,
+    STOCK_16,
+    bench_parser,
+    read_result,
+)
 from sparrow_sglang.command_line import table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.plugin.names import BACKEND
@@ -126,23 +133,31 @@ def run_part(name: str, sides: Sequence[str], folder: Path, model_path: Path | N
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
     """One result of several that are of the same device, commit and packages: rows one behind the
-    other, with the commands of all. Raises `InputError` if they differ."""
-    first, *others = contents = [read_result(file) for file in files]
-    for file, content in zip(files[1:], others, strict=True):
+    other, those of a side by the last file that has it, with the commands of all. Raises
+    `InputError` if they differ."""
+    contents, rows = [read_result(file) for file in files], list[dict[str, Any]]()
+    first = contents[0]
+    for file, content in zip(files, contents, strict=True):
+        if missing := {*SAME, "rows", "command"} - content.keys():
+            raise InputError(f"{file}: has no {min(missing)}; expected {RESULT}")
         for field in SAME:
             if content[field] != first[field]:
                 raise InputError(
                     f"{file}: {field} is {content[field]!r}, expected {first[field]!r} as in"
                     f" {files[0]}"
                 )
-    rows = [row for content in contents for row in content["rows"]]
+        measured = {row["side"] for row in content["rows"]}
+        rows = [row for row in rows if row["side"] not in measured] + content["rows"]
     return first | {"command": "; ".join(each["command"] for each in contents), "rows": rows}
 
 
 def merge_all(folder: Path) -> None:
-    """Join the files of some sides, into that of the part."""
-    for name in PARTS:
-        whole, files = folder / f"{name}.json", sorted(folder.glob(f"{name}.*.json"))
+    """Join the files of some sides, into that of the part. Raises `InputError`."""
+    parts = {name: sorted(folder.glob(f"{name}.*.json")) for name in PARTS}
+    if not any(parts.values()):
+        raise InputError(f"--folder {folder}: nothing to merge; expected files PART.SIDES.json")
+    for name, files in parts.items():
+        whole = folder / f"{name}.json"
         if files:
             write_json(whole, merged([whole, *files] if whole.exists() else files))
         for file in files:
@@ -170,10 +185,10 @@ def main(argv: Sequence[str]) -> int:
             rows.append((name, str(limit_s(part, list(part.seconds))), seconds, part.words))
         print(table(rows))
         return 0
-    options.folder.mkdir(parents=True, exist_ok=True)
     if options.merge:
         merge_all(options.folder)
         return 0
+    options.folder.mkdir(parents=True, exist_ok=True)
     exit_on_sigterm()
     chosen = options.sides, options.folder, options.model_path
     return int(not all([run_part(name, *chosen) for name in options.part]))

@@ -1,7 +1,6 @@
 """Shared parts of the benchmarks: options, sides and their engines, result files."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, new_path
 from sparrow_sglang.errors import InputError
+from sparrow_sglang.json_values import read_object
 from sparrow_sglang.planning.rounds import Plan
 from sparrow_sglang.planning.step_time import ASSUMED, Acceptance
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
@@ -22,6 +22,7 @@ from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedules.names import AUTO
 from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
+RESULT = "a result of `sparrow bench`"
 MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""
 STOCK, STOCK_16, NGRAM = "stock", "stock-16", "ngram"
@@ -231,8 +232,7 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(out.read_text("utf-8"))
-    return content
+    return read_object(out, RESULT)
 
 
 def add_row(out: Path, row: Mapping[str, Any]) -> None:

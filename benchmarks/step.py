@@ -7,6 +7,7 @@ sequence's first token."""
 
 import argparse
 import json
+import math
 import random
 import re
 import statistics
@@ -199,19 +200,21 @@ def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines: list[Sequence[str]] = [(*heads, *(f"at {rate}" for rate in RATES), "device ms")]
     foreign = False
     for row in rows:
-        if (base := dense.get((row["model"], row["case"]))) is None:
-            continue
-        ms, apart = row.get("round_ms", row["step_ms"]), base.get("file") != row.get("file")
+        base = dense.get((row["model"], row["case"]), {})
+        ms, stock_ms = row.get("round_ms", row["step_ms"]), base.get("step_ms", math.nan)
+        apart = bool(base) and base.get("file") != row.get("file")
         foreign |= apart
-        gains, drafts = [base["step_ms"] / row["step_ms"]], ""
+        gains, drafts = [stock_ms / row["step_ms"]], ""
         if "drafts" in row:
             plan = common.parse_round(f"{row['drafts']}+{row.get('lookups', 0)}")
             behind = [row.get("lookup_acceptance") or 0.0] * plan.lookups
-            gains += [base["step_ms"] * expected_tokens(plan, rate, behind) / ms for rate in RATES]
+            gains += [stock_ms * expected_tokens(plan, rate, behind) / ms for rate in RATES]
             drafts = f"{plan} {row.get('draft_weights') or ''}".strip()
-        shown = [f"{gain:.2f}x" for gain in gains] + [""] * (1 + len(RATES) - len(gains))
+        shown = [f"{gain:.2f}x" for gain in gains if base]
+        shown += [""] * (1 + len(RATES) - len(shown))
         side = row["schedule"] or row.get("side", row["backend"])
-        cells = [row["model"], row["case"], f"{base['step_ms']:.2f}{'*' * apart}", side, drafts]
+        dense_ms = f"{stock_ms:.2f}{'*' * apart}" if base else "none"
+        cells = [row["model"], row["case"], dense_ms, side, drafts]
         device = f"{row['device_ms']:.2f}" if "device_ms" in row else ""
         lines.append([*cells, f"{ms:.2f}", *shown, device])
     notes = "drafts: ms is a round's; at: speed-up where sparse drafts are accepted at this rate"

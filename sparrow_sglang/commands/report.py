@@ -11,7 +11,7 @@ from sparrow_sglang.benchmarks.step import steps_table
 from sparrow_sglang.command_line import new_path
 from sparrow_sglang.report.compare import compare, comparison_table
 from sparrow_sglang.report.rollout_figure import rollout_figure
-from sparrow_sglang.report.sources import ReportError, find_sources
+from sparrow_sglang.report.sources import ReportError, find_sources, reading
 from sparrow_sglang.report.write import write_page
 
 _EPILOG = """\
@@ -50,14 +50,18 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page or figure, or print a table of several runs or steps. Raises `ReportError`."""
     steps = [_bench_rows(path, "step_ms") for path in args.paths]
-    if all(steps):
-        print(steps_table([row for rows in steps for row in rows]))
-        return 0
     out: Path | None = args.out
+    if all(steps):
+        if out:
+            raise ReportError(f"--out {out}: steps are a table in the terminal; expected no --out")
+        with reading(", ".join(map(str, args.paths))):
+            print(steps_table([row for rows in steps for row in rows]))
+        return 0
     if len(args.paths) == 1 and (rows := _bench_rows(args.paths[0], "finished_s")):
         out = out or Path("rollout.svg")
         _require_suffix(out, ".svg", "a figure of a rollout")
-        write_text(out, rollout_figure(rows))
+        with reading(args.paths[0]):
+            write_text(out, rollout_figure(rows))
         print(out)
         return 0
     sources = find_sources(args.paths)

@@ -13,13 +13,13 @@ _ANYWHERE = {INK: "#7a828c", RULE: "#8b949e; stroke-opacity: 0.35"}
 
 def rollout_figure(rows: Sequence[Row]) -> str:
     """An SVG file of rows that `sparrow bench rollout` writes, with their `device`: of the largest
-    number of sequences the fastest side of stock SGLang, and each of sparrow. Of several sets of
-    prompts the first one is shown."""
+    number of sequences the fastest side of stock SGLang, and each of sparrow, or NGRAM alone. Of
+    several sets of prompts the first one is shown."""
     most = max(row["sequences"] for row in rows)
     rows = [row for row in rows if row["sequences"] == most]
     dense = [row for row in rows if not (row["schedule"] or row.get("side") == "ngram")]
     dense.sort(key=lambda row: -float(row["tokens_per_s"]))
-    shown = [*dense[:1], *(row for row in rows if row["schedule"])]
+    shown = [*dense[:1], *(row for row in rows if row["schedule"])] or rows
     longest, device = max(row["longest"] for row in shown), shown[0]["device"]
     title = f"{shown[0]['model']}, {most} sequences of up to {longest:,} tokens, {device}"
     with drawing(title, "seconds", "sequences still running", (7, 3)) as (axes, svg):

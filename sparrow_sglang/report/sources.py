@@ -15,8 +15,8 @@ Row = Mapping[str, Any]
 PASS_RATE = "eval/pass_rate"
 GAP = f"{REWARD} - {PASS_RATE}"
 _EXPECTED = (
-    f"the {METRICS_FILE} of a training run, or schedules with their evidence and checks by"
-    " `sparrow calibrate`"
+    f"the {METRICS_FILE} of a training run, schedules with their evidence and checks by `sparrow"
+    " calibrate`, files of `sparrow bench step`, or one of `sparrow bench rollout`"
 )
 
 
@@ -71,7 +71,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | str) -> Iterator[None]:
     """Turn errors that a damaged file causes in the block into a `ReportError` that names it."""
     try:
         yield

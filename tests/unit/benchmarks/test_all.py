@@ -75,23 +75,53 @@ def test_a_part_ends_at_its_limit_and_keeps_its_rows(
     assert json.loads((tmp_path / "attention.json").read_text())["rows"] == rows
 
 
-def result(path: Path, rows: list[int], **fields: Any) -> Path:
+def result(path: Path, side: str, step: int, **fields: Any) -> Path:
+    rows = [{"side": side, "step_ms": step}]
     path.write_text(json.dumps(WHERE | {"rows": rows} | fields))
     return path
 
 
+def merge(folder: Path) -> int:
+    return cli.main(["bench", "all", "--merge", "--folder", str(folder)])
+
+
 def test_results_of_sides_are_joined_if_they_are_of_one_commit(tmp_path: Path) -> None:
-    result(tmp_path / "steps-8b.stock.json", [2])
-    result(tmp_path / "steps-8b.sparrow.json", [1], command="d")
-    result(tmp_path / "sparse-1.7b.json", [9])
-    assert cli.main(["bench", "all", "--merge", "--folder", str(tmp_path)]) == 0
+    result(tmp_path / "steps-8b.stock.json", "stock", 2)
+    result(tmp_path / "steps-8b.sparrow.json", "sparrow", 1, command="d")
+    result(tmp_path / "sparse-1.7b.json", "sparrow", 9)
+    assert merge(tmp_path) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sparse-1.7b.json", "steps-8b.json"]
     joined = json.loads((tmp_path / "steps-8b.json").read_text())
-    assert (joined["rows"], joined["command"]) == ([1, 2], "d; c")
-    # A side that is measured later.
-    result(tmp_path / "steps-8b.stock-16.json", [3])
-    bench_all.merge_all(tmp_path)
-    assert json.loads((tmp_path / "steps-8b.json").read_text())["rows"] == [1, 2, 3]
-    other = result(tmp_path / "b.json", [1], commit="def")
+    assert [row["step_ms"] for row in joined["rows"]] == [1, 2] and joined["command"] == "d; c"
+    # A side that is measured later, and one that is measured again.
+    result(tmp_path / "steps-8b.stock-16.json", "stock-16", 3)
+    result(tmp_path / "steps-8b.stock.json", "stock", 4)
+    assert merge(tmp_path) == 0
+    rows = json.loads((tmp_path / "steps-8b.json").read_text())["rows"]
+    assert [row["step_ms"] for row in rows] == [1, 3, 4]
+    other = result(tmp_path / "b.json", "stock", 1, commit="def")
     with pytest.raises(ValueError, match="b.json: commit is 'def', expected 'abc'"):
         merged([tmp_path / "steps-8b.json", other])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "nothing to merge; expected files PART.SIDES.json"),
+        ("{", "steps-8b.stock.json: not JSON"),
+        ("[]", "steps-8b.stock.json: holds a list; expected a result of `sparrow bench`"),
+        ('{"rows": []}', "steps-8b.stock.json: has no command; expected a result of"),
+    ],
+)
+def test_a_folder_that_cannot_be_joined_is_named_and_stays_as_it_is(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    if content is not None:
+        folder.mkdir()
+        (folder / "steps-8b.stock.json").write_text(content)
+    assert merge(folder) == 2
+    error = capsys.readouterr().err
+    assert str(folder) in error and message in error
+    assert [*folder.glob("*")] == ([] if content is None else [folder / "steps-8b.stock.json"])
+    assert folder.exists() == (content is not None)

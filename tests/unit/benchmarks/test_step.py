@@ -72,6 +72,7 @@ def test_sparse_rows_are_compared_with_the_fastest_dense_row_of_model_and_case()
     assert [line[2:] for line in cells if "4b" in line[0] and "fixed" in line[3]] == [
         ["8.00", "fixed-512", "4.00", "2.00x"],
         ["8.00", "fixed-1024", "2.00", "4.00x"],
+        ["none", "fixed-512", "3.00"],
     ]
 
 

@@ -381,6 +381,10 @@ def test_a_figure_of_a_rollout_has_a_line_of_running_sequences_for_each_side(
     # It loads nothing, and is seen on white and on black.
     assert not re.search(r'href="[^#]|@import|url\([^#]', svg)
     assert "currentColor" not in svg and "#101010" not in svg
+    # A result of one side.
+    Path("r.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": rows[-1:]}))
+    assert cli.main(["report", "r.json"]) == 0
+    assert Path("rollout.svg").read_text().count('id="series-') == 1
 
 
 # -- damaged files and wrong input
@@ -399,3 +403,26 @@ def test_what_is_damaged_is_left_out_by_name(
     assert len(told) == 3
     for name in ("cut.json", "half.json", "/s.json"):
         assert sum(name in line for line in told) == 1, name
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "message"),
+    [
+        ({"step_ms": 1.0}, [], "r.json: lacks 'schedule'; expected"),
+        ({"finished_s": [1.0]}, [], "r.json: lacks 'sequences'; expected"),
+        ({"step_ms": 1.0}, ["--out", "r.html"], "--out r.html: steps are a table in the terminal"),
+        ({"seconds": 1.0}, [], "nothing to report on; looked for .* `sparrow bench rollout`"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_reported_on_is_named(
+    row: dict[str, Any],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.json").write_text(json.dumps({"rows": [row]}))
+    assert cli.main(["report", "r.json", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
