@@ -201,11 +201,16 @@ def _follow_umask(folder: Path) -> None:
 
 
 def require_space(config: TrainConfig, parameters: int) -> None:
-    """Raises `InputError` if the disk has no room for the next checkpoint."""
+    """Raises `InputError` if `run_dir` has no room for the next checkpoint, or is no folder."""
     if config.steps in Checkpoints(config.run_dir, config.checkpoint.keep).steps():
         return
     parents = (config.run_dir, *config.run_dir.absolute().parents)
-    free = shutil.disk_usage(next(path for path in parents if path.exists())).free
+    above = next(path for path in parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise InputError(
+            f"run_dir={str(config.run_dir)!r}: {above} cannot be written; expected a folder"
+        )
+    free = shutil.disk_usage(above).free
     # Weights, moments and the exported weights, in fp32 at most.
     size = 16 * parameters
     if size > free:

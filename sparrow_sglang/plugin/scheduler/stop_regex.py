@@ -36,7 +36,7 @@ def compiled(patterns: Sequence[str]) -> re2._Regexp:
     except re2.error as error:
         reason = error.args[0]
         reason = reason.decode() if isinstance(reason, bytes) else reason
-        raise RequestError(f"stop_regex={shown}: {reason}") from None
+        raise RequestError(f"stop_regex={shown}: {reason}; expected RE2's syntax") from None
     if (size := expression.programsize) > MAX_SIZE:
         raise RequestError(f"stop_regex={shown}: {size} instructions, expected {MAX_SIZE} at most")
     return expression

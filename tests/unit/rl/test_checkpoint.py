@@ -180,6 +180,10 @@ def test_room_for_a_checkpoint_is_required_unless_all_steps_are_done(
     if room:
         with pytest.raises(InputError, match="are free there"):
             require_space(run, 2)
+    (tmp_path / "file").touch()
+    for place in ("file", "file/run"):
+        with pytest.raises(InputError, match=f"{place}': .*file cannot be written; expected a fol"):
+            require_space(run.model_copy(update={"run_dir": tmp_path / place}), 1)
 
 
 @contextmanager
