@@ -22,7 +22,6 @@ from sparrow_sglang.provenance import provenance
 from sparrow_sglang.schedules.names import AUTO
 from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
-RESULT = "a result of `sparrow bench`"
 MODELS = Path(__file__).parent / "models"
 """Folders with the shapes of models, by name."""
 STOCK, STOCK_16, NGRAM = "stock", "stock-16", "ngram"
@@ -232,7 +231,10 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    return read_object(out, RESULT)
+    content = read_object(out, expected := "a result of `sparrow bench`")
+    if missing := {"command", "commit", "device", "packages", "rows"} - content.keys():
+        raise InputError(f"{out}: has no {min(missing)}; expected {expected}")
+    return content
 
 
 def add_row(out: Path, row: Mapping[str, Any]) -> None:

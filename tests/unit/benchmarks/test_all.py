@@ -12,6 +12,7 @@ import pytest
 from sparrow_sglang.benchmarks import all as bench_all
 from sparrow_sglang.benchmarks.all import PARTS, Part, limit_s, merged
 from sparrow_sglang.commands import cli
+from sparrow_sglang.errors import InputError
 
 WHERE = {"device": "H200", "commit": "abc", "packages": {"torch": "2"}, "command": "c"}
 
@@ -81,22 +82,18 @@ def result(path: Path, side: str, step: int, **fields: Any) -> Path:
     return path
 
 
-def merge(folder: Path) -> int:
-    return cli.main(["bench", "all", "--merge", "--folder", str(folder)])
-
-
 def test_results_of_sides_are_joined_if_they_are_of_one_commit(tmp_path: Path) -> None:
     result(tmp_path / "steps-8b.stock.json", "stock", 2)
     result(tmp_path / "steps-8b.sparrow.json", "sparrow", 1, command="d")
     result(tmp_path / "sparse-1.7b.json", "sparrow", 9)
-    assert merge(tmp_path) == 0
+    assert cli.main(["bench", "all", "--merge", "--folder", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sparse-1.7b.json", "steps-8b.json"]
     joined = json.loads((tmp_path / "steps-8b.json").read_text())
     assert [row["step_ms"] for row in joined["rows"]] == [1, 2] and joined["command"] == "d; c"
     # A side that is measured later, and one that is measured again.
     result(tmp_path / "steps-8b.stock-16.json", "stock-16", 3)
     result(tmp_path / "steps-8b.stock.json", "stock", 4)
-    assert merge(tmp_path) == 0
+    bench_all.merge_all(tmp_path)
     rows = json.loads((tmp_path / "steps-8b.json").read_text())["rows"]
     assert [row["step_ms"] for row in rows] == [1, 3, 4]
     other = result(tmp_path / "b.json", "stock", 1, commit="def")
@@ -104,24 +101,13 @@ def test_results_of_sides_are_joined_if_they_are_of_one_commit(tmp_path: Path) -
         merged([tmp_path / "steps-8b.json", other])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "nothing to merge; expected files PART.SIDES.json"),
-        ("{", "steps-8b.stock.json: not JSON"),
-        ("[]", "steps-8b.stock.json: holds a list; expected a result of `sparrow bench`"),
-        ('{"rows": []}', "steps-8b.stock.json: has no command; expected a result of"),
-    ],
-)
-def test_a_folder_that_cannot_be_joined_is_named_and_stays_as_it_is(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "results"
-    if content is not None:
-        folder.mkdir()
-        (folder / "steps-8b.stock.json").write_text(content)
-    assert merge(folder) == 2
-    error = capsys.readouterr().err
-    assert str(folder) in error and message in error
-    assert [*folder.glob("*")] == ([] if content is None else [folder / "steps-8b.stock.json"])
-    assert folder.exists() == (content is not None)
+def test_a_folder_that_cannot_be_joined_is_named_and_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "steps-8b.stock.json"
+    for content, message in (("{", "not JSON"), ("[]", "a list"), ('{"rows": []}', "no command")):
+        file.write_text(content)
+        with pytest.raises(InputError, match=f"{file}: .*{message}.*; expected a result of"):
+            bench_all.main(["--merge", "--folder", str(tmp_path)])
+        assert file.read_text() == content
+    with pytest.raises(InputError, match=r"none: nothing to merge; expected files PART.SIDES.json"):
+        bench_all.main(["--merge", "--folder", str(tmp_path / "none")])
+    assert [*tmp_path.iterdir()] == [file]
