@@ -101,9 +101,8 @@ def _serve(argv: Sequence[str]) -> None:
         # Before the small model is converted, which takes half a minute.
         check_flags(argv)
         # A file may name another.
-        if not any(word.partition("=")[0] == "--config" for word in argv):
-            host, port = _value(argv, "--host"), _value(argv, "--port")
-            require_free_port(host or "127.0.0.1", port or 30000)
+        if not any(word.partition("=")[0] in ("--config", "--port") for word in argv):
+            require_free_port(_value(argv, "--host") or "127.0.0.1", 30000)
         server_args = parse_server_args(with_defaults(argv))
         require_free_port(server_args.host, server_args.port)
     except (ValueError, RuntimeError, OSError) as error:
@@ -178,7 +177,8 @@ def with_defaults(argv: Sequence[str], *, cpu_dtype: bool = True) -> list[str]:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Raise `InputError` without a usable SGLang, and on wrong flags and values of ours."""
+    """Raise `InputError` without a usable SGLang, on wrong flags and values of ours, and on a port
+    that cannot be taken."""
     for problem in (*version_problems(), plugins_problem()):
         if problem is not None:
             raise InputError(problem)
@@ -188,6 +188,8 @@ def check_flags(arguments: Sequence[str]) -> None:
         # SGLang's parser accepts the beginning of a flag.
         if flag.startswith("--sparrow") and not any(name.startswith(flag) for name in own):
             raise _unrecognized(word, own)
+    if port := _value(arguments, "--port"):
+        require_free_port(_value(arguments, "--host") or "127.0.0.1", port)
     weights = _value(arguments, _WEIGHTS_FLAG) or AUTO
     if weights not in DRAFT_WEIGHTS:
         raise InputError(f"{_WEIGHTS_FLAG} {weights}: expected {', '.join(DRAFT_WEIGHTS)}")
