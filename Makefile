@@ -87,7 +87,7 @@ test-sglang: $(STAMP)
 	$(BIN)/python tools/test_sglang.py $(VERSION) $(ROOMS)
 
 test-versions: $(STAMP)
-	@for version in $$($(BIN)/python -c "from sparrow_sglang.sglang_compat.install import *; print(*SUPPORTED)"); do \
+	@for version in $$($(BIN)/python -c "from sparrow_sglang.sglang_compat.versions import *; print(*SUPPORTED)"); do \
 		$(BIN)/python tools/test_sglang.py $$version || failed=1; done; exit $${failed:-0}
 
 fuzz: $(STAMP)

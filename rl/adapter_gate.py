@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.rl.acceptance import MIN_PROMPTS, Acceptance, tail_percentile
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.distill import Gains, SparseAdapter
+from sparrow_sglang.rl.metrics import MIN_PROMPTS, Acceptance, tail_percentile
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 

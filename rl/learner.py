@@ -1,4 +1,4 @@
-"""The trained weights of a run: policy and adapter."""
+"""The trained weights of a run: policy and adapter, in memory and on disk."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -12,21 +12,28 @@ import torch
 
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.provenance import device_name
-from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import choose_scale
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import ADAPTER, SparseAdapter
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, NamedTensors
 from sparrow_sglang.rl.loss import MiniBatchLoss
+from sparrow_sglang.rl.metrics import Acceptance
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
-from sparrow_sglang.rl.policy.storage import load_state, save_model, save_state
-from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.policy.shards import ALONE, Ranks
 from sparrow_sglang.rl.rollout import RolloutEngine
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed.checkpoint as dcp
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 Learner: TypeAlias = "LocalLearner | RemoteLearner"
 """The trained weights of a run, in this process or in those of a cluster."""
@@ -213,3 +220,48 @@ class LocalLearner:
             # `weights_only=False` as in the other files of a checkpoint, which `save` has written.
             state = torch.load(folder / _ADAPTER_STATE, map_location="cpu", weights_only=False)
             self.adapter.load_state_dict(state)
+
+
+def save_model(policy: DensePolicy, folder: Path | None) -> None:
+    """Write weights and config in the compute dtype; fp32 checkpoints would be served as float16.
+    All ranks must call this, all but the first with None."""
+    dtype = policy.compute_dtype
+    exported = {}
+    for name, weight in policy.named_weights(dtype):
+        if folder is not None:
+            exported[name] = weight.cpu()
+    if folder is None:
+        return
+    model = policy.model
+    generation = model.generation_config
+    # transformers refuses to write some generation configs that it reads, such as a temperature
+    # without do_sample. They are written as they were read.
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=exported)
+    finally:
+        model.generation_config = generation
+    (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), "utf-8")
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def save_state(policy: DensePolicy, folder: Path) -> None:
+    with _quiet_about_one_process():
+        dcp.save(policy.state_dict(), checkpoint_id=folder)
+
+
+def load_state(policy: DensePolicy, folder: Path) -> None:
+    state = policy.state_dict()
+    with _quiet_about_one_process():
+        dcp.load(state, checkpoint_id=folder)
+    policy.load_state_dict(state)
+
+
+@contextmanager
+def _quiet_about_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torch warns on each call that there is no process group.
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        yield

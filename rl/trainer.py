@@ -1,20 +1,24 @@
 """GRPO from sparse rollouts: the loop."""
 
 import logging
+import random
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from sparrow_sglang.rl.acceptance import Acceptance, acceptance_metrics
 from sparrow_sglang.rl.advantages import Advantages, group_advantages
 from sparrow_sglang.rl.batch import Batch, evenly
-from sparrow_sglang.rl.collect import Collected, collect
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.evaluation import evaluate
 from sparrow_sglang.rl.learner import TrainersLost, Updated
 from sparrow_sglang.rl.loss import correction_metrics
 from sparrow_sglang.rl.metrics import (
+    Acceptance,
+    acceptance_metrics,
     entropy_metrics,
     kv_metrics,
     rollout_metrics,
@@ -25,7 +29,8 @@ from sparrow_sglang.rl.rollout import EngineDied, EngineNotStarted
 from sparrow_sglang.rl.runs.log import Clock, response_rows
 from sparrow_sglang.rl.runs.run import Run, newest_checkpoint, open_run
 from sparrow_sglang.rl.runs.setup import Setup, check
-from sparrow_sglang.rl.tasks.rewards import part_metrics
+from sparrow_sglang.rl.tasks.rewards import Scores, part_metrics
+from sparrow_sglang.rl.types import Group, Prompt
 from sparrow_sglang.run_folder import RESPONSES_FILE
 
 logger = logging.getLogger(__name__)
@@ -85,6 +90,18 @@ def _train(config: TrainConfig, setup: Setup, resume: bool) -> None:
             _evaluate(run)
 
 
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """The groups of a step, in the order of its prompts, and their scores."""
+
+    groups: Sequence[Group]
+    scores: Scores
+
+    @property
+    def tokens(self) -> int:
+        return sum(group.tokens for group in self.groups)
+
+
 def roll_out(run: Run, step: int, clock: Clock) -> Collected:
     """The engine has released its memory afterwards."""
     every = run.config.evaluation.every_steps
@@ -94,6 +111,38 @@ def roll_out(run: Run, step: int, clock: Clock) -> Collected:
     with clock("sync"):
         run.load_actor()
     return collect(run, clock)
+
+
+def collect(run: Run, clock: Clock) -> Collected:
+    """Groups of the run's next prompts; the engine has released its memory."""
+    settings = run.config.rollout
+    count = settings.prompts_per_step
+    prompts = prompts_from(run.setup.train, run.prompts_used, count, run.config.seed)
+    total = count * settings.samples_per_prompt
+    groups: dict[int, Group] = {}
+    with run.reward_workers.scoring() as scoring:
+        with clock("rollout"):
+            for position, group in run.log.counted("rollout", total, run.stream(prompts)):
+                groups[position] = group
+                scoring.add(position, group)
+        with clock("reward"):
+            scores = scoring.scores()
+    return Collected([groups[position] for position in range(count)], scores)
+
+
+def prompts_from(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
+    """`count` prompts from the run's prompt number `first` on: all once before any again, each time
+    in a new order that depends on `seed` only."""
+    size = len(prompts)
+    numbers = range(first, first + count)
+    return [prompts[_order(size, seed, number // size)[number % size]] for number in numbers]
+
+
+@lru_cache(maxsize=4)
+def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return tuple(order)
 
 
 def train_step(run: Run, step: int, collected: Collected, clock: Clock) -> None:

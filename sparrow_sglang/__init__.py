@@ -14,7 +14,7 @@ _EXPORTS = {
     "push_adapter": "sparrow_sglang.client.control",
     "score_dense": "sparrow_sglang.client.acceptance",
     "set_schedule": "sparrow_sglang.client.control",
-    "token_bins": "sparrow_sglang.mismatch.token_bins",
+    "token_bins": "sparrow_sglang.mismatch.tail",
 }
 
 __all__ = [*_EXPORTS]

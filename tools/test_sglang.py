@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from sparrow_sglang.sglang_compat.install import SUPPORTED
+from sparrow_sglang.sglang_compat.versions import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "triton")

@@ -22,8 +22,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.exact_rates import comparing_request, exact_rates, record_into
-from sparrow_sglang.mismatch.token_bins import bins_of_lengths
-from sparrow_sglang.rl.acceptance import acceptance_metrics
+from sparrow_sglang.mismatch.tail import bins_of_lengths
+from sparrow_sglang.rl.metrics import acceptance_metrics
 from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
 RATES = "sparrow_acceptance"

@@ -18,7 +18,7 @@ from sparrow_sglang.rl.cluster.ray_session import actor_options, ray_gpus
 from sparrow_sglang.rl.cluster.trainer_actor import TrainerActor
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.learner import TrainersLost
-from sparrow_sglang.rl.ranks import Ranks
+from sparrow_sglang.rl.policy.shards import Ranks
 from sparrow_sglang.rl.rollout import RolloutEngine
 
 PLACEMENT_TIMEOUT_S = 600.0

@@ -17,9 +17,15 @@ from sparrow_sglang.rl.batch import TokenSequence
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.chunked_logprobs import acceptance_between, token_logprobs
 from sparrow_sglang.rl.policy.optimizer import MOMENTS, ClippedAdamW, add_gradient
-from sparrow_sglang.rl.policy.shards import Sharded, as_dtensor_like, full_tensor, local
+from sparrow_sglang.rl.policy.shards import (
+    ALONE,
+    Ranks,
+    Sharded,
+    as_dtensor_like,
+    full_tensor,
+    local,
+)
 from sparrow_sglang.rl.policy.sparse_policy import ATTENTION, SparseRule
-from sparrow_sglang.rl.ranks import ALONE, Ranks
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sparrow_sglang.rl.config import OptimizerConfig
-from sparrow_sglang.rl.policy.shards import local
-from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.policy.shards import ALONE, Ranks, local
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sparrow_sglang.atomic_write import naming, write_text
 from sparrow_sglang.progress import Progress
-from sparrow_sglang.rl.acceptance import MIN_PROMPTS
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.metrics import MIN_PROMPTS
 from sparrow_sglang.rl.tasks.rewards import FAILURES
 from sparrow_sglang.rl.types import Group, Rewards
 from sparrow_sglang.run_folder import (

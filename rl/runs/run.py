@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.mismatch.token_bins import tail_bin_tokens
+from sparrow_sglang.mismatch.tail import tail_bin_tokens
 from sparrow_sglang.provenance import provenance
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
 from sparrow_sglang.rl.distill import lora_arguments

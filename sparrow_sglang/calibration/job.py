@@ -22,7 +22,7 @@ from sparrow_sglang.calibration.prompts import (
 from sparrow_sglang.calibration.samples import Sample, WorkFolder, plan_samples
 from sparrow_sglang.hf_config import linear_layers, model_value
 from sparrow_sglang.json_values import cut
-from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, tail_bin_tokens, whole_pages
+from sparrow_sglang.mismatch.tail import BIN_TOKENS, tail_bin_tokens, whole_pages
 from sparrow_sglang.models import EMBEDDED_MODEL_NAME, model_folder, model_problem, path_problem
 from sparrow_sglang.provenance import device_name, provenance
 from sparrow_sglang.schedules.names import read_schedule

@@ -14,7 +14,7 @@ from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.mismatch.acceptance import SampledMean, mean_acceptance_from_samples
 from sparrow_sglang.mismatch.exact_rates import response_logprobs
-from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, token_bins
+from sparrow_sglang.mismatch.tail import NOT_COUNTED, token_bins
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 BATCH_TOKENS = 65536

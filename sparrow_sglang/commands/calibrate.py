@@ -22,8 +22,7 @@ from sparrow_sglang.calibration.job import (
 from sparrow_sglang.calibration.measure import measure_missing
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
 from sparrow_sglang.command_line import at_least, count, new_path
-from sparrow_sglang.mismatch.tail import MIN_CLUSTERS
-from sparrow_sglang.mismatch.token_bins import bins_of_lengths
+from sparrow_sglang.mismatch.tail import MIN_CLUSTERS, bins_of_lengths
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
 from sparrow_sglang.processes import exit_on_sigterm

@@ -24,7 +24,7 @@ from sparrow_sglang.provenance import package_versions
 from sparrow_sglang.schedules.names import SCHEDULE_VARIABLE
 from sparrow_sglang.schedules.schedule import BudgetSchedule, ScheduleError
 from sparrow_sglang.sglang_compat.arguments import read_model_config, resolved
-from sparrow_sglang.sglang_compat.install import (
+from sparrow_sglang.sglang_compat.versions import (
     SUPPORTED,
     import_problem,
     installed_version,

@@ -10,9 +10,8 @@ from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.benchmarks.step import steps_table
 from sparrow_sglang.command_line import new_path
 from sparrow_sglang.report.compare import compare, comparison_table
-from sparrow_sglang.report.rollout_figure import rollout_figure
 from sparrow_sglang.report.sources import ReportError, find_sources, reading
-from sparrow_sglang.report.write import write_page
+from sparrow_sglang.report.write import rollout_figure, write_page
 
 _EPILOG = """\
 examples:

@@ -32,7 +32,7 @@ from sparrow_sglang.sglang_compat.arguments import (
     resolve,
     resolved,
 )
-from sparrow_sglang.sglang_compat.install import import_problem, version_problems
+from sparrow_sglang.sglang_compat.versions import import_problem, version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:

@@ -38,13 +38,13 @@ from sparrow_sglang.plugin.server_log import announce
 from sparrow_sglang.plugin.state import PROCESS, Hook, SchedulerState
 from sparrow_sglang.processes import ignore_sigint_if_shielded
 from sparrow_sglang.sglang_compat.arguments import resolved
-from sparrow_sglang.sglang_compat.install import (
+from sparrow_sglang.sglang_compat.versions import (
     INSTALL,
     SUPPORTED,
     installed_version,
+    ranks,
     version_problems,
 )
-from sparrow_sglang.sglang_compat.versions import ranks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend

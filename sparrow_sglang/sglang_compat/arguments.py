@@ -1,4 +1,4 @@
-"""SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_compat.install` lists."""
+"""SGLang's `ServerArgs` in every version that `sparrow_sglang.sglang_compat.versions` lists."""
 
 import copy
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_type_hints
 
-from sparrow_sglang.sglang_compat.install import SUPPORTED
+from sparrow_sglang.sglang_compat.versions import SUPPORTED
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -1,6 +1,7 @@
-"""Differences between the versions of SGLang that `sglang_compat.install` lists. Every
-import, attribute or parameter of SGLang that some supported version lacks, or has elsewhere, is
-looked up here or, on `ServerArgs`, in `sparrow_sglang.sglang_compat.arguments`."""
+"""Which SGLang is installed, whether it is too old, and how the versions in `SUPPORTED` differ.
+Every import, attribute or parameter of SGLang that one of them lacks, or has elsewhere, is looked
+up here or, on `ServerArgs`, in `sparrow_sglang.sglang_compat.arguments`. Untested versions are not
+refused: `sparrow_sglang.plugin.registration` probes what the hooks need of them."""
 
 import base64
 import functools
@@ -8,10 +9,40 @@ import inspect
 import pickle
 import pkgutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from sparrow_sglang.provenance import package_version
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+
+SUPPORTED = ("0.5.15.post1", "0.5.20", "0.5.23")
+"""Tested versions: those that slime pins and verl trains with, and `LOCKED`; newer may run, too."""
+LOCKED = "0.5.23"
+"""The version that the README installs, and that CI tests."""
+INSTALL = f"pip install sglang=={LOCKED}, or another of {', '.join(SUPPORTED)}"
+
+
+def installed_version() -> str:
+    return package_version("sglang") or "of an unknown version"
+
+
+def version_problems() -> list[str]:
+    """One sentence if SGLang is missing, or older than supported."""
+    package = find_spec("sglang")
+    if package is None or package.origin is None:
+        return [f"SGLang is not installed; {INSTALL}"]
+    known = package_version("sglang")
+    if known is None or Version(known) < Version(SUPPORTED[0]):
+        return [f"SGLang {installed_version()}: expected {SUPPORTED[0]} or newer; {INSTALL}"]
+    return []
+
+
+def import_problem(error: ImportError) -> str:
+    return f"SGLang {installed_version()} cannot be imported ({error}); {INSTALL}"
 
 
 def without_insertion(arguments: Mapping[str, Any]) -> dict[str, Any] | None:

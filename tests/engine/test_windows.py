@@ -15,7 +15,7 @@ from oracle import FP32, ContractModel
 from sparrow_sglang.client.control import get_schedule, set_schedule
 from sparrow_sglang.client.endpoint import EndpointError, connect
 from sparrow_sglang.schedules.schedule import BudgetSchedule
-from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
+from sparrow_sglang.sglang_compat.versions import LOCKED, installed_version
 
 WINDOWS = (0, 2, 4)
 

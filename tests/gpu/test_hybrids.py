@@ -10,7 +10,7 @@ from oracle import ContractModel
 
 from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
-from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
+from sparrow_sglang.sglang_compat.versions import LOCKED, installed_version
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy, assign_to_ranks, pack
-from sparrow_sglang.rl.ranks import ALONE, Ranks
+from sparrow_sglang.rl.policy.shards import ALONE, Ranks
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 

@@ -30,7 +30,7 @@ from waiting import wait_until
 
 from sparrow_sglang.plugin.state import server_state
 from sparrow_sglang.schedules.schedule import INT4, BudgetSchedule
-from sparrow_sglang.sglang_compat.install import installed_version
+from sparrow_sglang.sglang_compat.versions import installed_version
 
 NEEDS_GEMMA3 = pytest.mark.skipif(
     Version(installed_version()) < Version("0.5.17"),

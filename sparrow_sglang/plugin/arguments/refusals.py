@@ -22,8 +22,13 @@ from sparrow_sglang.plugin.lossless.mode import mode_of
 from sparrow_sglang.plugin.names import BACKEND, LOSSLESS
 from sparrow_sglang.schedules.schedule import PAGE_SIZES, BudgetSchedule
 from sparrow_sglang.sglang_compat.arguments import attention_backends, attention_tp_size, resolved
-from sparrow_sglang.sglang_compat.install import LOCKED, installed_version, version_problems
-from sparrow_sglang.sglang_compat.versions import decode_may_become_prefill, hybrid_config
+from sparrow_sglang.sglang_compat.versions import (
+    LOCKED,
+    decode_may_become_prefill,
+    hybrid_config,
+    installed_version,
+    version_problems,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -50,7 +50,7 @@ from sparrow_sglang.sglang_compat.arguments import (
     resolved,
     server_arguments,
 )
-from sparrow_sglang.sglang_compat.install import version_problems
+from sparrow_sglang.sglang_compat.versions import version_problems
 from sparrow_sglang.validation import nearest_first
 
 if TYPE_CHECKING:

@@ -13,8 +13,12 @@ from sparrow_sglang.plugin.names import DRAFT_WEIGHTS, LOSSLESS, MAX_DRAFT_TOKEN
 from sparrow_sglang.plugin.server_log import describe_schedule
 from sparrow_sglang.schedules.options import DraftUsage, RequestError, RequestOption
 from sparrow_sglang.schedules.schedule import DRAFTS, BudgetSchedule
-from sparrow_sglang.sglang_compat.install import LOCKED, installed_version
-from sparrow_sglang.sglang_compat.versions import LOSSLESS_NEEDS, resolve_target
+from sparrow_sglang.sglang_compat.versions import (
+    LOCKED,
+    LOSSLESS_NEEDS,
+    installed_version,
+    resolve_target,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

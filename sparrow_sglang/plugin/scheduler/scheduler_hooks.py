@@ -10,7 +10,7 @@ from sparrow_sglang.plugin.scheduler.exact_acceptance import assign_recordings
 from sparrow_sglang.plugin.state import PROCESS
 from sparrow_sglang.schedules.options import RETRACTED
 from sparrow_sglang.sglang_compat import versions
-from sparrow_sglang.sglang_compat.install import INSTALL
+from sparrow_sglang.sglang_compat.versions import INSTALL
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq

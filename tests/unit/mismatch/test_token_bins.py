@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparrow_sglang.mismatch.token_bins import BIN_TOKENS, token_bins
+from sparrow_sglang.mismatch.tail import BIN_TOKENS, token_bins
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 GROWING = BudgetSchedule(

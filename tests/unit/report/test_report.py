@@ -20,8 +20,8 @@ from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.report.compare import compare
 from sparrow_sglang.report.sources import find_sources
-from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import TrainConfig
+from sparrow_sglang.rl.metrics import acceptance_metrics
 from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import RESPONSES_FILE

@@ -8,12 +8,12 @@ import torch
 from distillation import SCHEDULE, SEQUENCES, new_policy, settings
 from transformers import AutoModelForCausalLM
 
-from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.adapter_gate import best_scale, choose_scale, gains
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.learner import LocalLearner
+from sparrow_sglang.rl.metrics import Acceptance
 from sparrow_sglang.rl.types import Rollout
 
 # Each sequence once for a prompt of its own, as the scale needs eight.

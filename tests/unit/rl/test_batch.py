@@ -10,14 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparrow_sglang.rl.acceptance import Acceptance
 from sparrow_sglang.rl.advantages import group_advantages
 from sparrow_sglang.rl.batch import Batch
-from sparrow_sglang.rl.collect import prompts_from
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import LocalLearner
-from sparrow_sglang.rl.metrics import kv_metrics
+from sparrow_sglang.rl.metrics import Acceptance, kv_metrics
 from sparrow_sglang.rl.runs.log import response_rows
+from sparrow_sglang.rl.trainer import prompts_from
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 

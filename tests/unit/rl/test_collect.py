@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_groups import AtOnce, group
 
-from sparrow_sglang.rl.collect import collect, prompts_from
 from sparrow_sglang.rl.config import RolloutConfig
 from sparrow_sglang.rl.rollout import Sampling
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.runs.run import Run
+from sparrow_sglang.rl.trainer import collect, prompts_from
 from sparrow_sglang.rl.types import Group, Prompt
 
 SIZE = 40

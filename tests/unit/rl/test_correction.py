@@ -11,10 +11,14 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
-from sparrow_sglang.rl.acceptance import acceptance_metrics
 from sparrow_sglang.rl.config import AlgorithmConfig
 from sparrow_sglang.rl.loss import correction_metrics, importance_weights
-from sparrow_sglang.rl.metrics import entropy_metrics, mismatch_metrics, rollout_metrics
+from sparrow_sglang.rl.metrics import (
+    acceptance_metrics,
+    entropy_metrics,
+    mismatch_metrics,
+    rollout_metrics,
+)
 from sparrow_sglang.rl.types import Group, Prompt, Rollout
 
 # Two responses, whose ratios dense / rollout are 1/2, 4 and 3, 1/10, 1, 6.

@@ -11,7 +11,7 @@ from distillation import SCHEDULE, new_policy
 from engines import random_prompt
 from transformers import get_scheduler
 
-from sparrow_sglang.mismatch.token_bins import token_bins
+from sparrow_sglang.mismatch.tail import token_bins
 from sparrow_sglang.rl import learner
 from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import OptimizerConfig, TrainConfig

@@ -13,12 +13,12 @@ from engines import random_prompt
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import trainer
-from sparrow_sglang.rl.collect import Collected
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy import optimizer
 from sparrow_sglang.rl.runs.checkpoint import State
 from sparrow_sglang.rl.tasks.rewards import Scores
+from sparrow_sglang.rl.trainer import Collected
 from sparrow_sglang.rl.types import Group, Prompt, Rewards, Rollout
 
 TEMPERATURE = 0.8

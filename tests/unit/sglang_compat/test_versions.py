@@ -14,8 +14,8 @@ from sparrow_sglang.plugin import hooks, registration
 from sparrow_sglang.plugin.arguments import layer_refusals
 from sparrow_sglang.plugin.lossless.hooks import HOOKS
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.sglang_compat import arguments, install
-from sparrow_sglang.sglang_compat.install import INSTALL, LOCKED, SUPPORTED, version_problems
+from sparrow_sglang.sglang_compat import arguments, versions
+from sparrow_sglang.sglang_compat.versions import INSTALL, LOCKED, SUPPORTED, version_problems
 
 ROOT = Path(__file__).parents[3]
 Pretend = Callable[..., None]
@@ -24,7 +24,7 @@ Pretend = Callable[..., None]
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Say that this version of SGLang is installed."""
-    return lambda version: monkeypatch.setattr(install, "package_version", lambda _: version)
+    return lambda version: monkeypatch.setattr(versions, "package_version", lambda _: version)
 
 
 @pytest.fixture

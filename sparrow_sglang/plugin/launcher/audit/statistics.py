@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow_sglang.mismatch.tail import TailStatistics
-from sparrow_sglang.mismatch.token_bins import NOT_COUNTED, tail_bin_tokens, token_bins
+from sparrow_sglang.mismatch.tail import NOT_COUNTED, TailStatistics, tail_bin_tokens, token_bins
 from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
