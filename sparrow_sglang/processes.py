@@ -5,24 +5,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 _SHIELDED = "SPARROW_IGNORE_SIGINT"
-
-
-@contextmanager
-def exported(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable, for processes started within the block to inherit."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def shield_children() -> None:

@@ -28,6 +28,11 @@ from sparrow_sglang.plugin.arguments.server_args import engine_arguments
 from sparrow_sglang.processes import exit_on_sigterm
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, PAGE_SIZES, RULES
 
+DESCRIPTION = """\
+Generate responses under several fixed KV budgets, score them densely, and choose for each bin
+of positions the cheapest budget whose tail percentile of the acceptance rate reaches the target.
+"""
+
 EPILOG = """\
 examples:
   sparrow calibrate --target 0.75 0.86 0.92         the small embedded model, three targets
@@ -44,15 +49,7 @@ These take minutes on a GPU and hours on a CPU. A first try on two cores, some t
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "calibrate",
-        description="Generate responses under several fixed KV budgets, score them densely, and"
-        " choose for each bin\nof positions the cheapest budget whose tail percentile of the"
-        " acceptance rate reaches the target.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, default = parser.add_argument, CalibrationOptions()
     shown_default = "(default %(default)s)"
     model = f"folder or name on the hub {shown_default}"

@@ -101,10 +101,12 @@ def parser_for(named: str) -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     for command, what in COMMANDS.items():
-        if command == named:
-            import_module(f"sparrow_sglang.commands.{command}").add_parser(commands)
-        else:
+        if command != named:
             commands.add_parser(command, help=what)
+            continue
+        module = import_module(f"sparrow_sglang.commands.{command}")
+        texts = {"description": module.DESCRIPTION, "epilog": module.EPILOG}
+        module.add_arguments(commands.add_parser(command, **texts, formatter_class=raw))
     bench = commands.add_parser(
         "bench",
         help="measure steps and rollouts on this GPU",

@@ -27,6 +27,12 @@ from sparrow_sglang.plugin.names import DEFAULT_DRAFTS
 from sparrow_sglang.schedules.names import AUTO, load_schedule, read_schedule, schedule_for_model
 from sparrow_sglang.schedules.schedule import PAGE_SIZE, BudgetSchedule, ScheduleError
 
+DESCRIPTION = """\
+Predict from a model's shapes and measured steps how long a decode step takes:
+of stock SGLang, lossless and sparse. Needs no GPU.
+"""
+EPILOG = None
+
 MODEL, GPU = "qwen3-1.7b", "h200"
 ROUNDS = plans(DEFAULT_DRAFTS + 1, looks_up=True)
 BATCHES, LENGTHS = (1, 16, 64), (1024, 8192, 32768)
@@ -35,12 +41,7 @@ _LEAST_GAIN = 1.03
 _LONGEST = 2**20
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan",
-        description="Predict from a model's shapes and measured steps how long a decode step takes:"
-        " of stock SGLang, lossless and sparse. Needs no GPU.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shown_default = "(default: %(default)s)"
     model = f"folder with a config.json, smollm2-135m, or a name on the hub {shown_default}"

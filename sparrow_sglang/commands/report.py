@@ -13,7 +13,12 @@ from sparrow_sglang.report.compare import compare, comparison_table
 from sparrow_sglang.report.sources import ReportError, find_sources, reading
 from sparrow_sglang.report.write import rollout_figure, write_page
 
-_EPILOG = """\
+DESCRIPTION = """\
+Write an HTML page about a training run or a calibration, print a table of several runs
+or of measured steps, or draw a rollout. Runs that differ in the seed only are one arm.
+"""
+
+EPILOG = """\
 examples:
   sparrow report runs/math                        report.html, a page about a training run
   sparrow report m-0.86.json --out m.html         one schedule with its evidence
@@ -28,15 +33,7 @@ A page needs no network and no other file, and can be read on a phone.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report",
-        description="Write an HTML page about a training run or a calibration, print a table of"
-        " several runs\nor of measured steps, or draw a rollout. Runs that differ in the seed only"
-        " are one arm.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     paths = "files, or folders, which are searched with their subfolders"
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help=paths)
     out = (

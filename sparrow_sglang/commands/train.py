@@ -3,7 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import require_reachable
@@ -15,7 +15,11 @@ from sparrow_sglang.sglang_compat.arguments import read_model_config, resolve, r
 if TYPE_CHECKING:
     from sparrow_sglang.rl.runs.setup import Setup
 
-_EPILOG = """\
+DESCRIPTION = """\
+Train a model with GRPO: sparse rollouts, dense log-probs, truncated importance sampling.
+"""
+
+EPILOG = """\
 A minimal file:
   run_dir = "runs/story"
   steps = 100
@@ -31,14 +35,7 @@ tensorboard --logdir RUN_DIR shows the same metrics.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "train",
-        description="Train a model with GRPO: sparse rollouts, dense log-probs, truncated"
-        " importance sampling.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", type=Path, nargs="?", metavar="CONFIG.toml", help="the run's settings")
     override = "override a setting of the file, such as optimizer.lr=3e-6; may be repeated"

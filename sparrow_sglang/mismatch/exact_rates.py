@@ -3,14 +3,13 @@ started within `recording` keeps the last hidden state of every decode step of s
 (`plugin/exact_acceptance.py` says why and at what cost). A generation's request names its slot with
 `record_into`. The answer to a `comparing_request` holds the generation's rates."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from sparrow_sglang.processes import exported
 
 RECORD_VARIABLE = "SPARROW_RECORD"
 """Environment variable of a server that records: <slots>x<steps>."""
@@ -22,9 +21,17 @@ RATES = "sparrow_acceptance"
 """Name in an answer's `meta_info`."""
 
 
-def recording(slots: int, steps: int) -> AbstractContextManager[None]:
+@contextmanager
+def recording(slots: int, steps: int) -> Iterator[None]:
     """Engines started within this context record up to `steps` steps of `slots` generations."""
-    return exported(RECORD_VARIABLE, f"{slots}x{steps}")
+    before = os.environ.get(RECORD_VARIABLE)
+    os.environ[RECORD_VARIABLE] = f"{slots}x{steps}"
+    try:
+        yield
+    finally:
+        os.environ.pop(RECORD_VARIABLE)
+        if before is not None:
+            os.environ[RECORD_VARIABLE] = before
 
 
 def record_into(slot: int, prompt_tokens: int) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sparrow_sglang.report.calibration_section import calibration_section, check_section
 from sparrow_sglang.report.page import INK, RULE, Section, drawing, inline, scale, series
-from sparrow_sglang.report.run_section import run_section
+from sparrow_sglang.report.sections import calibration_section, check_section, run_section
 from sparrow_sglang.report.sources import ReportError, Row, Sources, reading
 
 

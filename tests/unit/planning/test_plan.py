@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparrow_sglang.benchmarks import common, step
-from sparrow_sglang.commands.plan import ROUNDS, add_parser, run
+from sparrow_sglang.commands.plan import ROUNDS, add_arguments, run
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import ASSUMED, GPUS, predict
@@ -24,10 +24,10 @@ Plan = Callable[..., str]
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_arguments(parser)
 
     def call(*options: str, model: str = "qwen3-8b") -> str:
-        args = parser.parse_args(["plan", "--model-path", str(MODELS / model), *options])
+        args = parser.parse_args(["--model-path", str(MODELS / model), *options])
         assert run(args) == 0
         return capsys.readouterr().out
 
