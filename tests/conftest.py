@@ -20,7 +20,7 @@ from typing import Any
 
 import ascii_task
 import pytest
-from engines import SCHEDULE, save_tiny_model
+from engines import save_tiny_model
 
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.sglang_compat.arguments import resolve
@@ -64,14 +64,6 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def sharp_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("sharp-llama"), spread=0.15)
-
-
-@pytest.fixture(scope="session")
-def schedule_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file of `engines.SCHEDULE`."""
-    path = tmp_path_factory.mktemp("schedule") / "test.json"
-    SCHEDULE.save(path)
-    return str(path)
 
 
 @pytest.fixture(scope="session")

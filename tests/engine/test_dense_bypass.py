@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engines import import_for_fork, random_prompt
+from engines import import_for_fork, random_prompt, sparse
 from servers import start_server
 
 SECONDS = 120.0
@@ -46,12 +46,11 @@ def test_dense_decode_is_refused(
 ) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-64"}
     import_for_fork()
     bypass(monkeypatch, ATTENTION_BACKENDS)
     # Start a server, as SGLang ends the whole process when a scheduler fails, even at start-up.
     with pytest.raises((httpx.TransportError, RuntimeError)):
-        with start_server(sharp_llama, **arguments) as url:
+        with start_server(sharp_llama, **sparse("fixed-64")) as url:
             body = {"input_ids": random_prompt(0, 100), "sampling_params": {"max_new_tokens": 8}}
             httpx.post(f"{url}/generate", json=body, timeout=SECONDS)
     assert message in capfd.readouterr().err

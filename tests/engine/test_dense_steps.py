@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import save_tiny_model, start_engine
+from engines import save_tiny_model, sparse, start_engine
 
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
@@ -82,9 +82,7 @@ def planned_densely(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_schedule_that_was_set_before_the_measurement_stays(
     planned_densely: None, tiny_llama: str
 ) -> None:
-    with start_engine(
-        tiny_llama, attention_backend="sparrow", sparrow_schedule=FIXED.name
-    ) as engine:
+    with start_engine(tiny_llama, **sparse(FIXED.name)) as engine:
         # As while memory is released.
         set_schedule(engine, "fixed-96")
         require_server_state(engine.tokenizer_manager).measures_dense = True
@@ -100,9 +98,7 @@ def test_a_request_goes_from_dense_to_sparse_steps(
     draw = random.Random(0)
     prompt = [draw.randrange(3, 250) for _ in range(40)]
     sampling = {"temperature": 0, "max_new_tokens": 150}
-    with start_engine(
-        model, attention_backend="sparrow", sparrow_schedule=FIXED.name, dtype="float32"
-    ) as engine:
+    with start_engine(model, **sparse(FIXED.name)) as engine:
         require_server_state(engine.tokenizer_manager).measures_dense = True
 
         def generate(**option: Any) -> tuple[list[int], dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Sparse decode over an FP8 KV cache, against the contract's loop on rounded keys and values."""
 
 import torch
-from engines import INT4_SCHEDULE, greedy, random_prompt, start_engine
+from engines import INT4_SCHEDULE, greedy, random_prompt, sparse, start_engine
 from oracle import ContractModel
 
 from sparrow_sglang.client.endpoint import connect
@@ -11,27 +11,19 @@ FP8 = torch.float8_e4m3fn
 CLOSE = 0.02
 
 
-def test_generation_follows_the_contract_on_rounded_kv(sharp_llama, tmp_path):
-    schedule = INT4_SCHEDULE
-    schedule.save(path := tmp_path / "schedule.json")
+def test_generation_follows_the_contract_on_rounded_kv(sharp_llama):
     prompts = [random_prompt(length, length) for length in (17, 64, 190)]
-    with start_engine(
-        sharp_llama,
-        attention_backend="sparrow",
-        sparrow_schedule=str(path),
-        kv_cache_dtype="fp8_e4m3",
-        chunked_prefill_size=64,
-        dtype="float32",
-    ) as engine:
+    arguments = sparse(INT4_SCHEDULE) | {"chunked_prefill_size": 64}
+    with start_engine(sharp_llama, kv_cache_dtype="fp8_e4m3", **arguments) as engine:
         answers = greedy(engine, prompts, 40)
         # Fails on a landmark that is not the mean of its keys.
         assert connect(engine).call_sparrow("landmarks")["pages"] > 10
     errors, of_dense, of_exact = (
         torch.cat([oracle.errors(*pair) for pair in zip(prompts, answers, strict=True)])
         for oracle in (
-            ContractModel(sharp_llama, schedule, kv_dtype=FP8),
+            ContractModel(sharp_llama, INT4_SCHEDULE, kv_dtype=FP8),
             ContractModel(sharp_llama, None, kv_dtype=FP8),
-            ContractModel(sharp_llama, schedule),
+            ContractModel(sharp_llama, INT4_SCHEDULE),
         )
     )
     assert errors.max() < CLOSE

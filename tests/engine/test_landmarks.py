@@ -2,11 +2,12 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import save_tiny_model, start_engine
+from engines import save_tiny_model, sparse, start_engine
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
@@ -43,18 +44,8 @@ def adapter(model, tmp_path_factory) -> str:
     return save_adapter(model, tmp_path_factory.mktemp("adapter"), 0, targets)[0]
 
 
-@pytest.fixture(scope="module")
-def int4_schedule(tmp_path_factory) -> str:
-    """fixed-96 with four int4 landmarks a page."""
-    path = tmp_path_factory.mktemp("schedule") / "int4.json"
-    BudgetSchedule.fixed(96, selection=INT4, dense_layers=()).save(path)
-    return str(path)
-
-
-def engine_arguments(device: str, adapter: str, schedule: str = "fixed-96") -> dict:
-    return {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": schedule,
+def engine_arguments(device: str, adapter: str, schedule: Any = "fixed-96") -> dict:
+    return sparse(schedule) | {
         "dtype": "bfloat16" if device == "cuda" else "float32",
         # Six requests of up to 316 tokens do not fit, so that some are retracted.
         "max_total_tokens": 512,
@@ -108,11 +99,10 @@ async def check_while_running(engine, requests: list[asyncio.Task]) -> tuple[int
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_every_live_landmark_is_that_of_its_page_throughout_a_random_run(
-    device, model, adapter, int4_schedule
-):
+def test_every_live_landmark_is_that_of_its_page_throughout_a_random_run(device, model, adapter):
     # When landmarks are written does not depend on their form, so the CPU tests those in int4.
-    schedule = int4_schedule if device == "cpu" else "fixed-96"
+    int4 = BudgetSchedule.fixed(96, selection=INT4, dense_layers=())
+    schedule = int4 if device == "cpu" else "fixed-96"
     draw = random.Random(0)
     shared = draw.choices(range(3, 250), k=96)
 

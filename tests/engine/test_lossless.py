@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from engines import (
+    SCHEDULE,
     flush,
     last_of,
     random_prompt,
     require_whole_pool,
     save_tiny_model,
+    sparse,
     start_engine,
     start_request,
     weight_updates,
@@ -99,7 +101,7 @@ def require_experts(scheduler: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
+def lossless(sharp_llama: str) -> Iterator[Any]:
     from sglang.srt.managers.scheduler import Scheduler
 
     with pytest.MonkeyPatch.context() as patch:
@@ -109,8 +111,7 @@ def lossless(sharp_llama: str, schedule_file: str) -> Iterator[Any]:
         patch.setattr(Scheduler, "require_experts", require_experts, raising=False)
         patch.setattr(LosslessWorker, "measure", measure)
         patch.setattr(forward, "run", run_within_context)
-        arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
-        with start_engine(sharp_llama, **arguments, **IN_PAIRS, **POOL) as engine:
+        with start_engine(sharp_llama, **sparse(SCHEDULE), **IN_PAIRS, **POOL) as engine:
             yield engine
 
 
@@ -390,7 +391,7 @@ def test_models_that_it_does_not_serve_are_rejected(
 
 
 def test_the_number_of_drafts_changes_no_greedy_answer(
-    lossless: Any, stock: Any, sharp_llama: str, schedule_file: str
+    lossless: Any, stock: Any, sharp_llama: str
 ) -> None:
     """The last test with `stock`, whose settings in this process other engines replace."""
     fields = {
@@ -399,7 +400,7 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
         "return_logprob": True,
     }
     expected = stock.generate(**fields)
-    arguments = DRAFTS | {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
+    arguments = DRAFTS | sparse(SCHEDULE)
     for weights in ("model", "fp8"):
         arguments["sparrow_draft_weights"] = weights
         with start_engine(sharp_llama, rounds=VARIED, **arguments, **POOL) as engine:
@@ -415,11 +416,11 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
             connect(engine).call_sparrow("landmarks")
 
 
-def test_what_was_written_before_is_drafted(sharp_llama: str, schedule_file: str) -> None:
+def test_what_was_written_before_is_drafted(sharp_llama: str) -> None:
     """By rounds without a sparse step: what the answers to the same prompt have, which ended or run
     beside it, and none to others."""
     prompt = random_prompt(90, 100)
-    arguments = IN_PAIRS | {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
+    arguments = IN_PAIRS | sparse(SCHEDULE)
     with start_engine(sharp_llama, rounds=[(0, 3, 4)], **arguments, **POOL) as engine:
 
         def answers(*prompts: list[int]) -> tuple[list[list[int]], float]:
@@ -444,8 +445,7 @@ def test_copies_of_weights_follow_updates(sharp_llama: str, tmp_path: Path) -> N
     """Copies of the old weights would draft what the new ones reject."""
     other = save_tiny_model(tmp_path, seed=1, spread=0.15)
     # Drafts read the whole KV.
-    arguments = {"attention_backend": "sparrow", "sparrow_schedule": "fixed-512", "page_size": 16}
-    with start_engine(sharp_llama, **arguments, **DRAFTS) as engine:
+    with start_engine(sharp_llama, **sparse("fixed-512"), page_size=16, **DRAFTS) as engine:
         for load in (load_from_tensors, load_from_disk):
             load(engine, other if load is load_from_tensors else sharp_llama)
             fields = {"input_ids": random_prompt(50, 120), "sampling_params": greedy(50)}
@@ -458,7 +458,7 @@ def run_and_draw(*arguments: Any) -> Any:
     return RUN(*arguments)
 
 
-def test_ranks_agree(schedule_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of tokens that ranks sampled apart are no model's; greedy answers are those of one
     rank."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
@@ -475,14 +475,7 @@ def test_ranks_agree(schedule_file: str, tmp_path: Path, monkeypatch: pytest.Mon
     with start_engine(model, attention_backend="torch_native", **POOL) as dense:
         expected = tokens_of(answers(dense))
     monkeypatch.setattr(forward, "run", run_and_draw)
-    with start_engine(
-        model,
-        attention_backend="sparrow",
-        sparrow_schedule=schedule_file,
-        tp_size=2,
-        **IN_PAIRS,
-        **POOL,
-    ) as engine:
+    with start_engine(model, **sparse(SCHEDULE), tp_size=2, **IN_PAIRS, **POOL) as engine:
         warm = {"temperature": 1.0, "max_new_tokens": 40}
         sampled = engine.generate(**fields, sampling_params=warm, return_logprob=True)
         got = answers(engine)

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 import psutil
 import pytest
 import requests
-from engines import import_for_fork, start_engine
+from engines import import_for_fork, sparse, start_engine
 from ports import free_port
 from servers import forked
 
@@ -52,9 +52,7 @@ def schedule_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def by_keyword(sharp_llama) -> tuple[list[int], list[float]]:
-    with start_engine(
-        sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64"
-    ) as engine:
+    with start_engine(sharp_llama, **sparse("fixed-64")) as engine:
         assert engine.get_server_info()["page_size"] == 16
         return answer(engine)
 
@@ -231,7 +229,7 @@ class TestBrokenPlugin:
 
     def start_and_fail(self, path: str, capfd) -> str:
         with pytest.raises(RuntimeError) as refused:
-            with start_engine(path, attention_backend="sparrow", sparrow_schedule="fixed-64"):
+            with start_engine(path, **sparse("fixed-64")):
                 pass
         return capfd.readouterr().err + str(refused.value)
 

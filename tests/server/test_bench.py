@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sglang
-from engines import random_prompt, start_engine
+from engines import random_prompt, sparse, start_engine
 
 from sparrow_sglang.benchmarks import common, given_rounds, step
 from sparrow_sglang.benchmarks.rollout import Request, make_requests, replay
@@ -27,13 +27,8 @@ async def abort_once_running(manager: Any) -> None:
 def test_every_sequence_runs_to_its_own_length(tiny_qwen3: str) -> None:
     lengths = [1, 200, 17, 64, 3, 90, 16, 40]
     requests = make_requests(lengths, [list(range(40))])
-    with start_engine(
-        tiny_qwen3,
-        attention_backend="sparrow",
-        sparrow_schedule="fixed-64",
-        page_size=16,
-        incremental_streaming_output=True,
-    ) as engine:
+    arguments = sparse("fixed-64") | {"incremental_streaming_output": True}
+    with start_engine(tiny_qwen3, **arguments) as engine:
         result = replay(engine, requests)
         engine.loop.create_task(abort_once_running(engine.tokenizer_manager))
         with pytest.raises(RuntimeError, match=r"sequence 0 ended with \d+ tokens instead of 4000"):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from engines import last_of, random_prompt, start_engine, start_request
+from engines import last_of, random_prompt, sparse, start_engine, start_request
 from oracle import FP32, ContractModel
 
 from sparrow_sglang import push_adapter
@@ -40,9 +40,7 @@ def assert_decoded_by(sharp_llama):
 
 @pytest.fixture(scope="module")
 def shared_engine(sharp_llama):
-    with start_engine(
-        sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64"
-    ) as engine:
+    with start_engine(sharp_llama, **sparse("fixed-64")) as engine:
         yield engine
 
 
@@ -74,9 +72,7 @@ def test_pipeline_stages_switch_between_the_same_two_requests(
     sharp_llama, assert_decoded_by, capfd
 ):
     """The stages hear of a switch one after the other, and later requests follow it in order."""
-    with start_engine(
-        sharp_llama, attention_backend="sparrow", sparrow_schedule="fixed-64", pp_size=2
-    ) as engine:
+    with start_engine(sharp_llama, **sparse("fixed-64"), pp_size=2) as engine:
         assert_decoded_by(answer(engine), "fixed-64")
 
         async def switch_under_load() -> None:

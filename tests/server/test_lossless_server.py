@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from adapted_models import save_model_of_words, token_ids, words
-from engines import random_prompt
+from engines import random_prompt, sparse
 from servers import exported, sparrow_metrics, start_server
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "openai_server" / "grafana.json"
@@ -26,8 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     with (
         start_server(
             model,
-            attention_backend="sparrow",
-            sparrow_schedule="fixed-64",
+            **sparse("fixed-64"),
             speculative_algorithm="SPARROW",
             speculative_num_draft_tokens=5,
             enable_metrics=True,

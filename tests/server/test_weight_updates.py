@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 import torch.distributed as dist
-from engines import random_prompt, save_tiny_model
+from engines import SCHEDULE, random_prompt, save_tiny_model, sparse
 from safetensors.torch import load_file, save_file
 from servers import running_requests, start_server
 from waiting import wait_until
@@ -30,15 +30,13 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module", params=["sparse", "lossless"])
-def client(
-    request: pytest.FixtureRequest, sharp_llama: str, schedule_file: str
-) -> Iterator[httpx.Client]:
+def client(request: pytest.FixtureRequest, sharp_llama: str) -> Iterator[httpx.Client]:
     drafts = LOSSLESS if request.param == "lossless" else {}
     if drafts and not all(map(resolve_target, LOSSLESS_NEEDS)):
         pytest.skip("this SGLang has no lossless decoding")
-    arguments: dict[str, Any] = {"attention_backend": "sparrow", "sparrow_schedule": schedule_file}
+    arguments = sparse(SCHEDULE) | drafts
     with (
-        start_server(sharp_llama, page_size=16, log_level="critical", **arguments, **drafts) as url,
+        start_server(sharp_llama, page_size=16, log_level="critical", **arguments) as url,
         httpx.Client(base_url=url, timeout=120) as client,
     ):
         yield client

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import random
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -113,6 +114,21 @@ QWEN3_NEXT = QWEN3_5 | {
 
 class EngineDied(RuntimeError):
     """A process of the engine failed; its traceback is on stderr."""
+
+
+@cache
+def _schedules() -> "tempfile.TemporaryDirectory[str]":
+    """A folder for the files of schedules, which is deleted when the tests end."""
+    return tempfile.TemporaryDirectory(prefix="sparrow-schedules-")
+
+
+def sparse(schedule: str | BudgetSchedule) -> dict[str, Any]:
+    """Arguments of a server with our backend and this schedule."""
+    if isinstance(schedule, BudgetSchedule):
+        path = Path(_schedules().name, f"{schedule.name}.json")
+        schedule.save(path)
+        schedule = str(path)
+    return {"attention_backend": "sparrow", "sparrow_schedule": schedule}
 
 
 @contextmanager

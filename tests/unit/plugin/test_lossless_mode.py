@@ -61,31 +61,33 @@ def test_fields_that_a_round_cannot_honour_are_rejected(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "arguments"),
+    "arguments",
     [
-        (
-            "enable_lora",
-            {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
-        ),
-        ("lora_paths", {"lora_paths": ["adapter=path"]}),
-        ("sparrow_audit_rate", {"sparrow_audit_rate": 0.1}),
-        ("pp_size", {"pp_size": 2}),
-        ("enable_dp_attention", {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}),
-        ("enable_deterministic_inference", {"enable_deterministic_inference": True}),
-        ("enable_return_hidden_states", {"enable_return_hidden_states": True}),
-        ("speculative_draft_model_path", {"speculative_draft_model_path": "a/b"}),
-        ("speculative_num_draft_tokens", {"speculative_num_draft_tokens": 1}),
-        ("speculative_eagle_topk", {"speculative_eagle_topk": 4}),
-        ("enable_strict_thinking", {"enable_strict_thinking": True, "reasoning_parser": "qwen3"}),
-        ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
-        ("--speculative-algorithm SPARROW", {"speculative_algorithm": None}),
+        {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
+        {"lora_paths": ["adapter=path"]},
+        {"sparrow_audit_rate": 0.1},
+        {"pp_size": 2},
+        {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2},
+        {"enable_deterministic_inference": True},
+        {"enable_return_hidden_states": True},
+        {"speculative_draft_model_path": "a/b"},
+        {"speculative_num_draft_tokens": 1},
+        {"speculative_eagle_topk": 4},
+        {"enable_strict_thinking": True, "reasoning_parser": "qwen3"},
+        {"speculative_algorithm": "NGRAM"},
     ],
+    ids=lambda arguments: next(iter(arguments)),
 )
 def test_arguments_that_it_does_not_run_with_are_rejected(
-    make_args: Any, field: str, arguments: dict[str, Any]
+    make_args: Any, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises(InputError, match=field):
+    with pytest.raises(InputError, match=next(iter(arguments))):
         make_args(**DRAFTS | arguments)
+
+
+def test_its_arguments_are_rejected_without_it(make_args: Any) -> None:
+    with pytest.raises(InputError, match="--speculative-algorithm SPARROW"):
+        make_args(**DRAFTS | {"speculative_algorithm": None})
 
 
 @pytest.mark.parametrize(("chunk", "fits"), [(64, False), (79, False), (80, True), (-1, False)])

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +11,7 @@ from typing import Any
 import ascii_task
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from sparrow_sglang.calibration import measure
-from sparrow_sglang.calibration.samples import Sample, Tokens, WorkFolder
 from sparrow_sglang.commands import cli
 from sparrow_sglang.report.compare import compare
 from sparrow_sglang.report.sources import find_sources
@@ -26,50 +21,12 @@ from sparrow_sglang.rl.runs.log import RunLog
 from sparrow_sglang.rl.runs.run import record_start
 from sparrow_sglang.run_folder import RESPONSES_FILE
 from sparrow_sglang.schedules.names import load_schedule
-from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 STEPS = 12
-BIN = 64
-TARGETS = ("0.75", "0.86")
-SCHEDULE = "smollm2-135m-0.86"
-
-
-def _rates(sample: Sample, cached: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Acceptance rates that fall as a larger share of the cached KV is not read."""
-    budgets = np.array([sample.schedule.budget_at(int(n)) for n in cached])
-    left_out = 1 - budgets / cached
-    draw = np.random.default_rng(sample.number)
-    return 1 - np.clip(left_out, 0, 1) * draw.beta(1, 4, len(cached))
-
-
-def _measure(
-    engine: Any, samples: Sequence[Sample], work: WorkFolder, batch: int, progress: Any
-) -> None:
-    """Stand-in for `calibration.measure.measure` with a known distribution instead of an engine."""
-    for sample in samples:
-        cached = len(sample.prompt.input_ids) + 1 + np.arange(sample.new_tokens - 1)
-        rates = _rates(sample, cached)
-        work.add({sample.number: Tokens(sample.prompt.name, cached, rates)})
-        progress.advance(1)
-
-
-def write_calibration(folder: Path, model: str) -> None:
-    """Schedules for `TARGETS`, m-<target>.json, and their check, check.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    prompts = folder / "prompts.jsonl"
-    lengths = range(40, 260, 6)
-    prompts.write_text("".join(f'{{"input_ids": {[5] * length}}}\n' for length in lengths))
-    command = ["calibrate", "--model-path", model, "--prompts", str(prompts), "--min-tokens", "100",
-               "--new-tokens", "60", "--engine-args", '{"context_length": 320}']  # fmt: skip
-    sizes = ["--rule", "published", "--bin-tokens", str(BIN), "--budgets", "64", "128", "192"]
-    out = ["--target", *TARGETS, "--out", str(folder / "m.json"), "--work", str(folder / "work")]
-    schedules = [str(folder / f"m-{target}.json") for target in TARGETS]
-    check = ["--check", *schedules, "--out", str(folder / "check.json")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "running_engine", lambda *_: nullcontext())
-        patch.setattr(measure, "measure", _measure)
-        assert cli.main([*command, *sizes, *out]) == 0
-        assert cli.main([*command, *check]) in (0, 1)
+ROOT = Path(__file__).parents[3]
+MODEL, TARGETS = "smollm2-135m", ("0.75", "0.86", "0.92")
+SCHEDULE = f"{MODEL}-0.86"
+CHECK = ROOT / "benchmarks" / "results" / "h200" / f"calibration_check_{MODEL}.json"
 
 
 def write_run(folder: Path, steps: int) -> None:
@@ -205,9 +162,11 @@ def run_page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 
 @pytest.fixture(scope="module")
-def calibration(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Path:
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a calibration of the embedded model made, and its check on other prompts."""
     folder = tmp_path_factory.mktemp("calibration")
-    write_calibration(folder, tiny_llama)
+    for path in (*(ROOT / "sparrow_sglang" / "schedules").glob(f"{MODEL}-0.*.json"), CHECK):
+        shutil.copy(path, folder)
     return folder
 
 
@@ -241,33 +200,29 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     assert page.charts.items() >= charts.items()
 
 
-def test_a_calibration_says_what_its_schedules_say(
-    calibration: Path, calibration_page: Page
-) -> None:
+def test_a_calibration_says_what_its_schedules_say(calibration_page: Page) -> None:
     page = calibration_page
     # A calibration is one section whatever the number of targets; its check is another.
     assert page.sections == ["calibration", "check"]
-    tails: Any = BudgetSchedule.from_json(calibration / f"m-{TARGETS[0]}.json").provenance["tails"]
+    tails: Any = load_schedule(SCHEDULE, 16).provenance["tails"]
     for cells in page.records("Tail by budget and position"):
-        measured = {row["bin"]: row["tail"] for row in tails[cells["KV budget"]]}
+        measured = {row["bin"]: row["tail"] for row in tails[cells["KV budget"].replace(",", "")]}
         for index, tail in measured.items():
-            span = f"{index * BIN}–{(index + 1) * BIN - 1}"
+            span = f"{index * 512:,}–{(index + 1) * 512 - 1:,}"
             assert value(cells[span]) == pytest.approx(tail, abs=6e-5)
     for target in TARGETS:
-        schedule = BudgetSchedule.from_json(calibration / f"m-{target}.json")
+        schedule = load_schedule(f"{MODEL}-{target}", 16)
         bins: Any = schedule.provenance["bins"]
-        shown = page.records(f"Bins of m-{target}")
+        shown = page.records(f"Bins of {MODEL}-{target}")
         assert [value(row["budget"]) for row in shown] == list(schedule.budget_tokens)
         assert [row["basis"] for row in shown] == [row["basis"] for row in bins]
     assert page.charts["KV budget by length"] == len(TARGETS)
-    assert dict(page.tables["Configuration"])["num_prompts"] == "37"
+    assert dict(page.tables["Configuration"])["num_prompts"] == "381"
 
 
-def test_names_are_text_ids_are_unique_and_nothing_is_loaded(
-    calibration: Path, tmp_path: Path
-) -> None:
+def test_names_are_text_ids_are_unique_and_nothing_is_loaded(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>&"
-    schedule = BudgetSchedule.from_json(calibration / f"m-{TARGETS[0]}.json")
+    schedule = load_schedule(SCHEDULE, 16)
     schedule.model_copy(update={"model": evil}).save(tmp_path / "s.json")
     html = report(tmp_path, tmp_path / "r.html").html
     assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
