@@ -22,8 +22,7 @@ from sparrow_sglang.models import (
 from sparrow_sglang.plugin.arguments.server_args import argument_problem
 from sparrow_sglang.plugin.names import LOSSLESS
 from sparrow_sglang.rl.config import EngineConfig, TrainConfig
-from sparrow_sglang.rl.tasks import ChatRender, Task, load_task
-from sparrow_sglang.rl.tasks.files import require_module
+from sparrow_sglang.rl.tasks import ChatRender, Task, load_task, require_module
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.run_folder import RUN_FILE, read_starts
 from sparrow_sglang.schedules.names import AUTO, load_schedule, schedule_for_model

@@ -2,8 +2,11 @@
 a function `(TaskConfig, Render) -> Task` in `TASKS`, or `task.name` is "module:function"."""
 
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,9 +14,16 @@ from pydantic import ValidationError
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted
 from sparrow_sglang.rl.config import TaskSource
-from sparrow_sglang.rl.tasks import code, files, math, story
-from sparrow_sglang.rl.tasks.base import ChatRender, Render, SkippedRow, Task
-from sparrow_sglang.rl.tasks.files import imported
+from sparrow_sglang.rl.tasks import code, math, story
+from sparrow_sglang.rl.tasks.base import (
+    ChatRender,
+    FileOptions,
+    Render,
+    SkippedRow,
+    Task,
+    load_files,
+    parse_options,
+)
 from sparrow_sglang.rl.tasks.reward_worker import Reward
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, nearest_first
@@ -21,6 +31,9 @@ from sparrow_sglang.validation import first_problem, nearest_first
 __all__ = ["TASKS", "Render", "Task", "ChatRender", "load_task"]
 
 _FILE_TASKS = ("math", "code", "files")
+_EXPECTED = (
+    "expected module:function, of a module that Python can import: add its folder to PYTHONPATH"
+)
 
 Load = Callable[[TaskSource, Render], Task]
 
@@ -44,6 +57,25 @@ def load_task(config: TaskSource, render: Render) -> Task:
     return TASKS[config.name](config, render)
 
 
+def require_module(key: str, name: str) -> None:
+    """Raises `InputError` if its package is not there; imports nothing."""
+    package = name.partition(":")[0].partition(".")[0]
+    if package not in sys.modules and not (package and find_spec(package)):
+        raise InputError(f"{key}={name!r}: there is no module {package!r}; {_EXPECTED}")
+
+
+def imported(key: str, name: str) -> Callable[..., Any]:
+    """Raises `InputError`."""
+    try:
+        value = resolve_name(name)
+        if not callable(value):
+            raise ValueError("it is no function")
+    except (ImportError, ValueError, AttributeError) as error:
+        raise InputError(f"{key}={name!r}: {error}; {_EXPECTED}") from None
+    function: Callable[..., Any] = value
+    return function
+
+
 def _checked(name: str, task: Any) -> Task:
     if not isinstance(task, Task):
         raise InputError(f"task.name={name!r} returned {quoted(task)}: expected a Task")
@@ -62,6 +94,22 @@ def _can_be_sent(function: object) -> bool:
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
     return True
+
+
+class OwnRewardOptions(FileOptions):
+    reward: str
+    """module:function."""
+
+
+def _load_own(config: TaskSource, render: Render) -> Task:
+    """Prompts of your data files, and your reward, which receives the row as `payload`."""
+    options = parse_options(OwnRewardOptions, config)
+    reward = imported("task.options.reward", options.reward)
+    return load_files(config, render, _payload, options, reward)
+
+
+def _payload(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in row.items() if name != "prompt"}
 
 
 def _load_mix(config: TaskSource, render: Render) -> Task:
@@ -103,6 +151,6 @@ TASKS: dict[str, Load] = {
     "math": math.load,
     "code": code.load,
     "story": story.load,
-    "files": files.load,
+    "files": _load_own,
     "mix": _load_mix,
 }

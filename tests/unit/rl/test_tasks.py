@@ -11,8 +11,7 @@ from task_files import jsonl, load, verl_row
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.rl.config import TaskConfig, TrainConfig
 from sparrow_sglang.rl.runs.setup import check_settings
-from sparrow_sglang.rl.tasks import TASKS, ChatRender, load_task, math, story
-from sparrow_sglang.rl.tasks.files import require_module
+from sparrow_sglang.rl.tasks import TASKS, ChatRender, load_task, math, require_module, story
 from sparrow_sglang.rl.types import Prompt
 
 
