@@ -9,7 +9,6 @@ import torch
 import transformers
 from engines import save_tiny_model
 
-from sparrow_sglang.errors import InputError
 from sparrow_sglang.models import stored_shapes
 from sparrow_sglang.plugin.scheduler.weight_checks import Checkpoint
 
@@ -84,11 +83,6 @@ def test_shapes_in_files(tiny_llama: str, tmp_path: Path) -> None:
     expected = {name: list(weight.shape) for name, weight in model.state_dict().items()}
     model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
-    model.save_pretrained(tmp_path / "cut")
-    file = tmp_path / "cut" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(InputError, match=f"{file} is incomplete"):
-        stored_shapes(tmp_path / "cut")
     # A file beside those of the index, in other names.
     (tmp_path / "parts" / "consolidated.safetensors").write_bytes(
         Path(tiny_llama, "model.safetensors").read_bytes().replace(b"model.layers", b"other.layers")

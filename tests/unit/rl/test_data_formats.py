@@ -62,7 +62,6 @@ IN_OUT = {"question": "Double.", "input_output": json.dumps(LINES)}
             "choices=.*a list",
         ),
         ("math", {"question": "?", "choices": ["1", "2"], "answer": 2}, "choices=.*index from 0"),
-        ("math", verl_row('["2", "3"]'), "reward_model.ground_truth=.*expected one answer"),
         ("math", verl_row(["2", "3"]), "reward_model.ground_truth=.*expected one answer"),
         ("math", {"question": "?", "final_answer": ["2", "3"]}, "final_answer=.*one answer"),
         (
@@ -72,7 +71,6 @@ IN_OUT = {"question": "Double.", "input_output": json.dumps(LINES)}
         ),
         ("code", {"prompt": "?", "test_list": ["assert f(2) == 4"]}, "test_list=.*'tests'"),
         ("math", verl_row(json.dumps(ADD)), "no examples for task 'math'"),
-        ("math", verl_row('{"functional": "assert f(2) == 4"}'), "no examples for task 'math'"),
         ("code", verl_row('{"functional": "assert f(2) == 4"}'), "tests=.*inputs and outputs"),
         ("math", verl_row("assert f(2) == 4") | {"ability": "code"}, "no examples for task 'math'"),
         ("math", {"Body": "Two apples.", "Question": "Twice?", "Answer": 4}, "Body=.*'prompt'"),
