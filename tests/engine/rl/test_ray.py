@@ -25,7 +25,7 @@ from waiting import wait_until
 from sparrow_sglang.rl import train
 from sparrow_sglang.rl.cluster import ray_engines, trainer_actor
 from sparrow_sglang.rl.cluster.ray_engines import Actors, RayEngines
-from sparrow_sglang.rl.cluster.trainer_actor import WeightBroadcast
+from sparrow_sglang.rl.cluster.weight_broadcast import WeightBroadcast
 from sparrow_sglang.rl.config import ClusterConfig, EngineConfig
 from sparrow_sglang.rl.engines.local_engine import LocalEngine, pack
 from sparrow_sglang.rl.rollout import EngineDied, Sampling

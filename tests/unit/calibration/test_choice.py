@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 
 from sparrow_sglang.calibration import CalibrationError
-from sparrow_sglang.calibration.results import (
-    MeasuredTails,
-    bin_tails,
-    check_schedule,
-    choose,
-    make_schedule,
-)
+from sparrow_sglang.calibration.choice import MeasuredTails, bin_tails, choose
+from sparrow_sglang.calibration.results import check_schedule, make_schedule
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
 from sparrow_sglang.schedules.schedule import BudgetSchedule

@@ -9,8 +9,8 @@ import pytest
 
 from sparrow_sglang.calibration import CalibrationError
 from sparrow_sglang.calibration import prompts as calibration_prompts
+from sparrow_sglang.calibration.choice import bin_tails, shortage
 from sparrow_sglang.calibration.prompts import builtin_prompts, read_prompts
-from sparrow_sglang.calibration.results import bin_tails, shortage
 from sparrow_sglang.calibration.samples import Tokens
 from sparrow_sglang.mismatch.tail import BinTail
 
