@@ -101,7 +101,7 @@ def _serve(argv: Sequence[str]) -> None:
         # Before the small model is converted, which takes half a minute.
         check_flags(argv)
         # A file may name another.
-        if not any(word.partition("=")[0] in ("--config", "--port") for word in argv):
+        if not (_names_file(argv) or _value(argv, "--port")):
             require_free_port(_value(argv, "--host") or "127.0.0.1", 30000)
         server_args = parse_server_args(with_defaults(argv))
         require_free_port(server_args.host, server_args.port)
@@ -188,7 +188,8 @@ def check_flags(arguments: Sequence[str]) -> None:
         # SGLang's parser accepts the beginning of a flag.
         if flag.startswith("--sparrow") and not any(name.startswith(flag) for name in own):
             raise _unrecognized(word, own)
-    if port := _value(arguments, "--port"):
+    # A file may name the host.
+    if (port := _value(arguments, "--port")) and not _names_file(arguments):
         require_free_port(_value(arguments, "--host") or "127.0.0.1", port)
     weights = _value(arguments, _WEIGHTS_FLAG) or AUTO
     if weights not in DRAFT_WEIGHTS:
@@ -198,6 +199,10 @@ def check_flags(arguments: Sequence[str]) -> None:
         if 0 <= float(rate) <= 1:
             return
     raise InputError(f"--sparrow-audit-rate {rate}: expected 0 to 1; 0.01 is a good start")
+
+
+def _names_file(arguments: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--config" for word in arguments)
 
 
 def require_free_port(host: str, port: str | int) -> None:

@@ -1,5 +1,6 @@
 """What `sparrow serve` hands to SGLang's own parser, and what it refuses."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from ports import free_port
 
 from sparrow_sglang.commands import cli, serve
+from sparrow_sglang.errors import InputError
 
 
 @pytest.fixture
@@ -90,3 +92,11 @@ def test_a_wrong_flag_is_one_line(
 
 def test_beginnings_of_our_flags_are_accepted() -> None:
     serve.check_flags(["--sparrow-sched=fixed-512", "--sparrow-audit-r", "0.1", "-h"])
+
+
+def test_a_port_in_use_is_refused_unless_a_file_may_name_another_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ["--port", str(taken.getsockname()[1])]
+        serve.check_flags(["--config", "server.yaml", *flags])
+        with pytest.raises(InputError, match=f"--port {flags[1]} of --host 127.0.0.1"):
+            serve.check_flags(flags)
