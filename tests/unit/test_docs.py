@@ -176,7 +176,7 @@ def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
         assert f"| {size} {cells}" in benchmarks
     figure = (ROOT / "docs" / "rollout.svg").read_text("utf-8")
     for name, lengths, shown in (
-        ("rollout-8b-3k", "3,072, 8,192", "64 answers of 3K"),
+        ("rollout-8b-3k", "3,072, 8,192", "64 answers of 3K tokens"),
         ("rollout-8b-8k", "8,192, 32,768", "64 answers of 8K"),
         ("rollout-1.7b-4k", "4,096, 16,384", ""),
     ):
@@ -192,6 +192,36 @@ def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
         if "8K" in shown:
             for label, last in zip(("stock SGLang (fa3)", "lossless"), seconds, strict=True):
                 assert f"{label}, {last} s" in figure
+
+
+def test_rollouts_named_in_running_text_are_those_of_the_results() -> None:
+    coder = [row for row in result_rows("rollout-coder") if row["side"] == "sparrow"]
+    alone = sum(row["rounds"]["lookups"]["rounds"] for row in coder)
+    others = sum(kind["rounds"] for row in coder for kind in row["rounds"].values()) - alone
+    assert f"All but {others} rounds were lookups alone" in page("docs/benchmarks.md")
+    accepted = [row["lookup_acceptance"] for row in coder]
+    gains = []
+    for name, sizes in ("rollout-coder", (1, 64)), ("rollout-8b-3k", [64]), ("rollout-8b-8k", [64]):
+        rows = result_rows(name)
+        speeds = {(row["side"], row["sequences"]): row["tokens_per_s"] for row in rows}
+        gains += [f"{speeds['sparrow', n] / speeds['stock', n]:.2f}×" for n in sizes]
+    assert (
+        f"gain {gains[0]} for one answer, {gains[1]} for 64, by lookups, of which"
+        f" {min(accepted):.2f} to {max(accepted):.2f} are accepted; in Qwen3-8B's shapes 64 gain"
+        f" {gains[2]} (3K tokens each) and {gains[3]} (8K)"
+    ) in page("docs/lossless.md")
+
+
+def test_an_adapter_of_the_page_is_that_of_the_result() -> None:
+    merged, lora = (
+        (row["distill_p05_scale0"][-1], row["distill_p05_scale1"][-1], row["rollout_tokens_per_s"])
+        for row in result_rows("distill")
+    )
+    assert (
+        f"raised the tail from {merged[0]:.3f} to {merged[1]:.3f} merged"
+        f" ({merged[2]:,.0f} tokens/s), and from {lora[0]:.3f} to {lora[1]:.3f} as LoRA"
+        f" ({lora[2]:,.0f})"
+    ) in page("docs/training.md")
 
 
 def test_rounds_on_two_gpus_are_those_of_the_result() -> None:
