@@ -1,5 +1,6 @@
 """The official `openai` client, unmodified, against a real server with the backend."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,37 +24,48 @@ NAME, KEY = "tiny", "secret"
 A, B = BudgetSchedule.fixed(96), BudgetSchedule.fixed(64)
 PROMPT = random_prompt(0, 100)
 TOKENS = 40
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
 WRONG = {"sparrow": {"schedule": "no-such"}}
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running server, and the checkpoint that it serves."""
+    """A running server, and the checkpoints that its model names stand for."""
 
     url: str
-    checkpoint: str
+    checkpoints: dict[str, str]
 
     def client(self, api_key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120)
 
-    def distribution(self, schedule: BudgetSchedule, ids: list[int]) -> torch.Tensor:
-        """Log-probs [T, V] of what follows PROMPT, decoded under `schedule`."""
-        return ContractModel(self.checkpoint, schedule).log_probs(PROMPT, ids)
+    def distribution(
+        self, model: str, schedule: BudgetSchedule | None, ids: list[int]
+    ) -> torch.Tensor:
+        """Log-probs [T, V] of what follows PROMPT, decoded under `schedule` (None: densely)."""
+        return ContractModel(self.checkpoints[model], schedule).log_probs(PROMPT, ids)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
     model = save_model_of_words(tmp_path_factory.mktemp("words"))
+    adapters = {
+        name: save_adapter(model, tmp_path_factory.mktemp(name), seed, MODULES)
+        for seed, name in enumerate(("one", "two"))
+    }
     with start_server(
         model,
         sparrow_schedule=A.name,
         served_model_name=NAME,
         api_key=KEY,
         max_lora_rank=8,
-        lora_target_modules=["q_proj"],
+        lora_target_modules=list(MODULES),
+        max_loras_per_batch=3,
         **SERVED,
     ) as url:
-        yield Served(url, model)
+        for name, (folder, _) in adapters.items():
+            push_adapter(url, name, folder, api_key=KEY)
+        merged = {f"{NAME}:{name}": path for name, (_, path) in adapters.items()}
+        yield Served(url, {NAME: model} | merged)
 
 
 def sparrow(**option) -> dict:
@@ -82,7 +94,7 @@ def test_text_completions(served):
     answer = complete(served, logprobs=3, extra_body=sparrow(report=True))
     [choice] = answer.choices
     ids = token_ids(choice.text)
-    distribution = served.distribution(A, ids)
+    distribution = served.distribution(NAME, A, ids)
     assert len(ids) == TOKENS and choice.finish_reason == "length"
     assert_greedy(distribution, ids, choice.logprobs.token_logprobs)
     for position, listed in enumerate(choice.logprobs.top_logprobs):
@@ -110,7 +122,7 @@ def test_chat_completions(served):
     [choice] = answer.choices
     ids = token_ids(choice.message.content)
     logprobs = [token.logprob for token in choice.logprobs.content]
-    assert_greedy(served.distribution(B, ids), ids, logprobs)
+    assert_greedy(served.distribution(NAME, B, ids), ids, logprobs)
     assert [token.token for token in choice.logprobs.content] == choice.message.content.split()
 
 
@@ -136,24 +148,54 @@ def test_streams_carry_the_same_answer(served, ask, text, part):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_the_calls_of_this_package_take_the_key(served, tmp_path):
+def test_a_mixed_batch_gives_each_request_what_it_asks_for(served):
+    """Dense decode, two budgets and two adapters."""
+    cases = [
+        (NAME, {"dense": True}, None),
+        (NAME, {"dense": False}, A),
+        (NAME, {"kv_budget_tokens": 64}, B),
+        (f"{NAME}:one", {"kv_budget_tokens": 64}, B),
+        (f"{NAME}:two", {"report": True}, A),
+        (f"{NAME}:two", {"dense": True}, None),
+    ]
+
+    async def together() -> list:
+        base_url = f"{served.url}/v1"
+        fields = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1}
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
+            create = client.completions.create
+            calls = [create(model=m, extra_body=sparrow(**o), **fields) for m, o, _ in cases]
+            return await asyncio.gather(*calls)
+
+    curves = []
+    for (model, _, schedule), answer in zip(cases, asyncio.run(together()), strict=True):
+        got = answer.choices[0]
+        ids = token_ids(got.text)
+        assert_greedy(served.distribution(model, schedule, ids), ids, got.logprobs.token_logprobs)
+        curves.append(got.logprobs.token_logprobs)
+    # The six answers must differ, or the checks above could not tell the options apart.
+    for one in range(len(curves)):
+        for other in range(one):
+            pairs = zip(curves[one], curves[other], strict=True)
+            assert max(abs(a - b) for a, b in pairs) > 10 * FP32, (cases[one], cases[other])
+
+
+def test_the_calls_of_this_package_take_the_key(served):
     sampling = {"max_new_tokens": 20, "ignore_eos": True}
     request = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     [answer] = connect(served.url, KEY).generate([request])
     sequences = [(PROMPT, answer["output_ids"])]
-    adapter, _ = save_adapter(served.checkpoint, tmp_path, 0, ("q_proj",))
     calls = (
         partial(score_dense, served.url, sequences),
         partial(measure_acceptance, served.url, sequences, [answer]),
         partial(get_schedule, served.url),
         partial(set_schedule, served.url, B),
-        partial(push_adapter, served.url, "mine", adapter),
+        partial(push_adapter, served.url, "three", {"x": torch.zeros(1)}, {"r": 1}),
     )
     for call in calls:
         for keys in ({}, {"api_key": "wrong"}):
             with pytest.raises(EndpointError, match="401"):
                 call(**keys)
-    push_adapter(served.url, "mine", adapter, api_key=KEY)
     assert get_schedule(served.url, api_key=KEY) == A
     assert set_schedule(served.url, B, api_key=KEY) == A
     assert set_schedule(served.url, A, api_key=KEY) == B

@@ -1,5 +1,9 @@
 """The inputs of `sparrow bench attention`: both kernels attend to the same tokens."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from sparrow_sglang.benchmarks.attention_layers import (
     pages_of_heads,
     random_selection,
     relative_error,
+    sparrow_attention,
 )
 from sparrow_sglang.planning.model_shape import ModelShape
 
@@ -36,3 +41,19 @@ def test_pages_of_one_head_are_views_of_the_tokens_that_are_selected(length: int
     queries = layer.q.view(6, 2, 64).float()
     out = torch.nn.functional.scaled_dot_product_attention(queries, k, v)
     assert relative_error(out.view(3, 4, 64), attended(layer)) < 1e-5
+
+
+def test_our_kernel_attends_to_them_too() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    code = f"import {__name__} as t; t.require_equal()"
+    folders = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def require_equal() -> None:
+    layer = random_selection(SHAPE, 2, 100, 4, 1, "cpu")
+    halves = Selection(*(x.half() if x.is_floating_point() else x for x in layer))
+    error = relative_error(sparrow_attention(halves, SHAPE)(), attended(halves))
+    assert error < 5e-3, error
