@@ -7,7 +7,6 @@ sequence's first token."""
 
 import argparse
 import json
-import math
 import random
 import re
 import statistics
@@ -200,20 +199,20 @@ def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines: list[Sequence[str]] = [(*heads, *(f"at {rate}" for rate in RATES), "device ms")]
     foreign = False
     for row in rows:
-        base = dense.get((row["model"], row["case"]), {})
-        ms, stock_ms = row.get("round_ms", row["step_ms"]), base.get("step_ms", math.nan)
-        apart = bool(base) and base.get("file") != row.get("file")
-        foreign |= apart
-        gains, drafts = [stock_ms / row["step_ms"]], ""
+        ms, per_token, drafts = row.get("round_ms", row["step_ms"]), [row["step_ms"]], ""
         if "drafts" in row:
             plan = common.parse_round(f"{row['drafts']}+{row.get('lookups', 0)}")
             behind = [row.get("lookup_acceptance") or 0.0] * plan.lookups
-            gains += [stock_ms * expected_tokens(plan, rate, behind) / ms for rate in RATES]
+            per_token += [ms / expected_tokens(plan, rate, behind) for rate in RATES]
             drafts = f"{plan} {row.get('draft_weights') or ''}".strip()
-        shown = [f"{gain:.2f}x" for gain in gains if base]
+        dense_ms, shown = "none", []
+        if base := dense.get((row["model"], row["case"])):
+            apart = base.get("file") != row.get("file")
+            foreign |= apart
+            dense_ms = f"{base['step_ms']:.2f}{'*' * apart}"
+            shown = [f"{base['step_ms'] / each:.2f}x" for each in per_token]
         shown += [""] * (1 + len(RATES) - len(shown))
         side = row["schedule"] or row.get("side", row["backend"])
-        dense_ms = f"{stock_ms:.2f}{'*' * apart}" if base else "none"
         cells = [row["model"], row["case"], dense_ms, side, drafts]
         device = f"{row['device_ms']:.2f}" if "device_ms" in row else ""
         lines.append([*cells, f"{ms:.2f}", *shown, device])

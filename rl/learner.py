@@ -1,7 +1,9 @@
 """The trained weights of a run: policy and adapter, in memory and on disk."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -9,6 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from sparrow_sglang.errors import SparrowError
 from sparrow_sglang.provenance import device_name
@@ -26,14 +31,6 @@ from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 if TYPE_CHECKING:
     from sparrow_sglang.rl.cluster.remote_learner import RemoteLearner
-import copy
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch.distributed.checkpoint as dcp
-from transformers import GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 Learner: TypeAlias = "LocalLearner | RemoteLearner"
 """The trained weights of a run, in this process or in those of a cluster."""

@@ -10,8 +10,9 @@ from sparrow_sglang.atomic_write import write_text
 from sparrow_sglang.benchmarks.step import steps_table
 from sparrow_sglang.command_line import new_path
 from sparrow_sglang.report.compare import compare, comparison_table
+from sparrow_sglang.report.rollout_figure import rollout_figure
 from sparrow_sglang.report.sources import ReportError, find_sources, reading
-from sparrow_sglang.report.write import rollout_figure, write_page
+from sparrow_sglang.report.write import write_page
 
 DESCRIPTION = """\
 Write an HTML page about a training run or a calibration, print a table of several runs

@@ -15,7 +15,12 @@ from sparrow_sglang.schedules.schedule import BudgetSchedule
 BIN_TOKENS = 2000
 """Positions per bin under a schedule that has one budget for all lengths."""
 NOT_COUNTED = -1
+TAIL_PERCENTILE = 5.0
+MIN_CLUSTERS = 8
+"""Clusters from which on there are confidence intervals; of fewer the variance is hardly known."""
 
+_STEPS = 2000
+_GROUPS = 64
 _Tokens = TypeVar("_Tokens", int, NDArray[np.int64])
 
 
@@ -53,15 +58,6 @@ def bins_of_lengths(cached: ArrayLike, bin_tokens: int, page_size: int) -> NDArr
 def whole_pages(tokens: _Tokens, page_size: int) -> _Tokens:
     """`tokens` rounded up to whole pages, in tokens."""
     return -(-tokens // page_size) * page_size
-
-
-TAIL_PERCENTILE = 5.0
-
-MIN_CLUSTERS = 8
-"""Clusters from which on there are confidence intervals; of fewer the variance is hardly known."""
-
-_STEPS = 2000
-_GROUPS = 64
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from sparrow_sglang.rl.tasks import expressions, math
 from sparrow_sglang.rl.tasks.answers import conclusion, last_program
-from sparrow_sglang.rl.tasks.equality import equal, holds_within
+from sparrow_sglang.rl.tasks.equality import equal
 from sparrow_sglang.rl.tasks.reward_worker import import_libraries
+from sparrow_sglang.rl.tasks.time_limit import holds_within
 from sparrow_sglang.rl.types import Prompt
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "math_cases.jsonl").open()]
