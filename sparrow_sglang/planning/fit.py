@@ -32,9 +32,9 @@ class Measured(NamedTuple):
 
 
 def measured_steps(results: Path) -> list[Measured]:
-    """Steps and rounds of all result files in a folder beside the folder of models, but for models,
-    schedules and arguments that cannot be predicted. Of dense steps, those of the backend and page
-    size that is fastest in its file."""
+    """Steps and rounds of all result files in a folder beside those of models and schedules, but
+    for models, schedules and arguments that cannot be predicted. Of dense steps, those of the
+    backend and page size that is fastest in its file."""
     steps = []
     for path in sorted(results.rglob("*.json")):
         content = json.loads(path.read_text("utf-8"))
@@ -72,7 +72,7 @@ def _terms(row: Mapping[str, Any], gpu: str, benchmarks: Path) -> np.ndarray:
     batch, cached = map(int, row["case"].split("x"))
     if not (spec := row["schedule"]):
         return step_terms(shape, sheet, batch, cached)
-    path = benchmarks.parent / spec
+    path = benchmarks / "schedules" / spec
     schedule = load_schedule(str(path) if path.is_file() else spec, PAGE_SIZE)
     if "round_ms" in row:
         fp8 = sheet.fp8 and row.get("draft_weights") in ("auto", "fp8")
