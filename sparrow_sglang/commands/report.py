@@ -26,7 +26,7 @@ examples:
   sparrow report runs/sparse-0 runs/sparse-1 runs/dense-0 runs/dense-1 --out runs.json
                                                   several runs, compared by their settings, with
                                                   intervals over the seeds of equal settings
-  sparrow report decode_step.json                 steps of `sparrow bench step`, and what lossless
+  sparrow report steps-8b.json                    steps of `sparrow bench step`, and what lossless
                                                   decoding gains at several acceptance rates
   sparrow report rollout.json --out rollout.svg   sequences still running, by second and side
 
