@@ -5,12 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from engines import import_for_fork, random_prompt, sparse
+from engines import ON_CPU, import_for_fork, random_prompt, sparse
 from servers import start_server
 
 SECONDS = 120.0
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
+pytestmark = ON_CPU
 
 
 def computes_elsewhere(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:

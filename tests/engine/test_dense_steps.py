@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import save_tiny_model, sparse, start_engine
+from engines import ON_CPU, save_tiny_model, sparse, start_engine
 
 from sparrow_sglang.attention_backends.backend import SparrowAttnBackend
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
@@ -78,7 +78,7 @@ def planned_densely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "measure_dense_tokens", lambda _: DENSE_TOKENS)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
+@ON_CPU
 def test_a_schedule_that_was_set_before_the_measurement_stays(
     planned_densely: None, tiny_llama: str
 ) -> None:
@@ -90,7 +90,7 @@ def test_a_schedule_that_was_set_before_the_measurement_stays(
         assert get_schedule(engine) == BudgetSchedule.fixed(96).dense_below(DENSE_TOKENS)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
+@ON_CPU
 def test_a_request_goes_from_dense_to_sparse_steps(
     planned_densely: None, tmp_path: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import save_adapter
-from engines import save_tiny_model, sparse, start_engine
+from engines import ON_CPU, save_tiny_model, sparse, start_engine
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
@@ -26,9 +26,7 @@ CUDA = pytest.param(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     ],
 )
-CPU = pytest.param(
-    "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
-)
+CPU = pytest.param("cpu", marks=ON_CPU)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +117,7 @@ def test_every_live_landmark_is_that_of_its_page_throughout_a_random_run(device,
         connect(engine).call_sparrow("landmarks")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
+@ON_CPU
 def test_the_check_finds_a_landmark_that_nobody_wrote(model, adapter, monkeypatch):
     monkeypatch.setattr(TorchPagedDecode, "update_landmarks", lambda *_: None)
     with start_engine(model, **engine_arguments("cpu", adapter)) as engine:

@@ -19,6 +19,7 @@ from cluster_engine import Repeatable, pid, pids
 from ray.cluster_utils import Cluster
 from reward_groups import scores_of
 from sampler import TOKENS
+from training import settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl import learner, trainer
@@ -30,7 +31,16 @@ from sparrow_sglang.rl.runs.run import Stopped
 from sparrow_sglang.rl.tasks import TASKS
 from sparrow_sglang.rl.tasks.rewards import RewardPool
 
-DISTILL = {"distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3}}
+SMALL = {
+    "steps": 2,
+    "model": {"micro_batch_tokens": 200},
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 3, "max_new_tokens": TOKENS},
+    "mismatch": {"sequences": 3},
+    "optimizer": {"lr": 1e-4},
+    "evaluation": {"every_steps": 0, "prompts": 3},
+    "logging": {"tensorboard": False},
+    "checkpoint": {"every_steps": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,28 +85,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RewardPool, "score", lambda pool, groups: score(groups))
 
 
-def settings(model: str, run_dir: Path, **sections: Any) -> TrainConfig:
-    fields = {
-        "run_dir": run_dir,
-        "steps": 2,
-        "task": {"name": ascii_task.NAME},
-        "model": {"path": model, "gradient_checkpointing": False, "micro_batch_tokens": 200},
-        "engine": {"schedule": "fixed-48"},
-        "rollout": {
-            "prompts_per_step": 2,
-            "samples_per_prompt": 3,
-            "max_prompt_tokens": 64,
-            "max_new_tokens": TOKENS,
-        },
-        "mismatch": {"sequences": 3},
-        "optimizer": {"lr": 1e-4},
-        "evaluation": {"every_steps": 0, "prompts": 3},
-        "logging": {"tensorboard": False},
-        "checkpoint": {"every_steps": 1},
-    }
-    return TrainConfig.parse(fields | sections)
-
-
 def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     folder = run_dir / "checkpoints" / f"step-{step:06d}" / "model"
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -117,7 +105,7 @@ def test_a_cluster_reports_and_saves_what_one_process_does(
     cluster: Cluster, model: str, tmp_path: Path
 ) -> None:
     """An engine of two GPUs reads the weights of two trainers."""
-    one, many = (settings(model, tmp_path / name) for name in ("one", "many"))
+    one, many = (settings(model, tmp_path / name, "fixed-48", SMALL) for name in ("one", "many"))
     trainer.train(one)
     parts = {"trainers": 2, "engines": 1, "gpus_per_engine": 2, "colocate": True}
     many = TrainConfig.parse(many.model_dump() | {"cluster": parts})
@@ -131,15 +119,16 @@ def test_a_run_goes_on_after_deaths_and_with_another_number_of_workers(
     cluster: Cluster, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any
 ) -> None:
     """Runs last, as a host is gone afterwards."""
-    sections = DISTILL | {
+    sections = {
         "steps": 4,
         "algorithm": {"mini_batches": 2},
-        "evaluation": {"every_steps": 2, "prompts": 3},
+        "evaluation": {"every_steps": 2},
+        "distill": {"enabled": True, "rank": 2, "sequences": 4, "lr": 1e-3},
     }
-    whole = settings(model, tmp_path / "whole", **sections)
+    whole = settings(model, tmp_path / "whole", "fixed-48", SMALL, sections)
     trainer.train(whole)
     parts = {"cluster": {"trainers": 2, "engines": 2}}
-    config = settings(model, tmp_path / "parts", **sections, **parts)
+    config = settings(model, tmp_path / "parts", "fixed-48", SMALL, sections, **parts)
     call, stream = RemoteLearner._call, RayEngines.stream
     left, versions = ["engine in rollout", "trainer and host in update"], [""]
 

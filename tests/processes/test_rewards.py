@@ -38,13 +38,6 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
-def test_order_is_kept_whatever_finishes_first(pool: RewardPool) -> None:
-    groups = [group("a", 0.0, ["slow 1", "2", "3"]), group("b", 10.0, ["4", "slow 5", "6", "7"])]
-    scores = pool.score(groups)
-    assert scores.rewards == ((1, 2, 3), (14, 15, 16, 17))
-    assert (scores.errors, scores.crashes, scores.timeouts) == (0, 0, 0)
-
-
 def test_failed_rewards_are_missing_or_the_lowest_and_counted(pool: RewardPool) -> None:
     texts = ["1", "crash", "hang", "raise", "2", "nan", "exit", "hang", *"345678"]
     before = time.monotonic()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import save_model_of_words, words
-from engines import RAY_ENVIRONMENT, random_prompt, unused_model_files
+from engines import random_prompt, unused_model_files
+from forked_workers import RAY
 from oracle import FP32, ContractModel
 from servers import start_server
 
@@ -101,7 +102,7 @@ def run(model: str, folder: Path, *arguments: str) -> Run:
     unused = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()), "PYTHONPATH": path}
     done = subprocess.run(
         command,
-        env=os.environ | RAY_ENVIRONMENT | unused,
+        env=os.environ | RAY | unused,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import RAY_ENVIRONMENT, VOCAB_SIZE, save_tiny_model, unused_model_files
+from engines import VOCAB_SIZE, save_tiny_model, unused_model_files
+from forked_workers import RAY
 from oracle import FP32, ContractModel
 
 from sparrow_sglang.benchmarks.random_model import save_chat_tokenizer
@@ -137,7 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     done = subprocess.run(
         command,
         cwd=FOLDER,
-        env=os.environ | RAY_ENVIRONMENT | CPU_PLATFORM | ours,
+        env=os.environ | RAY | CPU_PLATFORM | ours,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -1,7 +1,9 @@
 """One audited server with a tokenizer and LoRA for all tests that send it wrong things."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -27,6 +29,8 @@ def model_of_words(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def client(model_of_words: str) -> Iterator[httpx.Client]:
     with (
+        # Otherwise the server closes idle connections, perhaps when a request is under way.
+        mock.patch.dict(os.environ, SGLANG_TIMEOUT_KEEP_ALIVE="3600"),
         start_server(
             model_of_words,
             sparrow_schedule="fixed-64",
@@ -36,9 +40,10 @@ def client(model_of_words: str) -> Iterator[httpx.Client]:
             served_model_name="tiny",
             max_lora_rank=16,
             lora_target_modules=list(TARGETS),
+            # At lower levels the server logs each bad request.
             log_level="critical",
             **SERVED,
         ) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=120) as client,
     ):
         yield client

@@ -13,10 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from adapted_models import SERVED, save_model_of_words
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from servers import running_requests, start_server
+from servers import running_requests
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 from waiting import wait_until
@@ -50,7 +49,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"kv_budget_tokens": 80},
     {"kv_budget_tokens": 48, "report": True},
 ]
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Fields that make a request long, or wait for something that never comes, are left out.
 REQUEST_FIELDS = sorted(
     {*GenerateReqInput.__dataclass_fields__} - {"stream", "background", "image_data", "audio_data"}
@@ -204,8 +202,8 @@ def test_request_options(option: Any) -> None:
 class Live:
     """A server that gets odd bodies."""
 
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=120)
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
 
     def require_answer(self, changes: list[tuple[tuple[str, ...], Any]]) -> None:
         """Values of each JSON type in each field of a request, also of those inside others."""
@@ -271,38 +269,17 @@ def _is_short(count: Any) -> bool:
     return not isinstance(count, (int, float)) or count <= 10 if count is not None else False
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    model = save_model_of_words(tmp_path_factory.mktemp("words"))
-    with pytest.MonkeyPatch.context() as patch:
-        # Otherwise the server closes idle connections, perhaps when a request is under way.
-        patch.setenv("SGLANG_TIMEOUT_KEEP_ALIVE", "3600")
-        with start_server(
-            model,
-            sparrow_schedule="fixed-64",
-            served_model_name="tiny",
-            max_lora_rank=8,
-            lora_target_modules=list(MODULES),
-            max_loras_per_batch=2,
-            sparrow_audit_rate=1.0,
-            enable_metrics=True,
-            # At lower levels the server logs each bad request.
-            log_level="critical",
-            **SERVED,
-        ) as url:
-            yield Live(url)
-
-
-def test_a_live_server(live: Live) -> None:
+def test_a_live_server(client: httpx.Client) -> None:
+    live = Live(client)
     values = st.sampled_from(JSON_VALUES) | odd_values
     changes = st.lists(st.tuples(st.sampled_from(FIELD_PATHS), values), min_size=1, max_size=2)
     with live.others() as problems:
         fuzz(0.03, changes)(live.require_answer)()
     assert problems == []
-    assert live.http.get("/health_generate").status_code == 200
-    wait_until(lambda: not running_requests(live.http))
-    endpoint = connect(str(live.http.base_url))
+    assert client.get("/health_generate").status_code == 200
+    wait_until(lambda: not running_requests(client))
+    endpoint = connect(str(client.base_url))
     assert endpoint.call_sparrow("landmarks")["pages"] > 0
     # Refused as long as any request holds KV.
     endpoint.flush_cache()
-    assert live.http.get("/v1/loads").json()["loads"][0]["num_used_tokens"] == 0
+    assert client.get("/v1/loads").json()["loads"][0]["num_used_tokens"] == 0

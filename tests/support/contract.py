@@ -12,12 +12,13 @@ The rule with int4 landmarks changes 3: a page has a landmark for every few of i
 int4. The page's score is the largest product of any of its landmarks with any query of the group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 
-def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: list[int]) -> int:
+def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: Sequence[int]) -> int:
     """KV budget in pages at a length, by walking the bins one at a time."""
     pages = -(-length // page_size)
     pages_per_bin = bin_tokens // page_size
@@ -25,6 +26,22 @@ def budget_pages(length: int, page_size: int, bin_tokens: int, budget_tokens: li
     while index + 1 < len(budget_tokens) and pages >= (index + 1) * pages_per_bin:
         index += 1
     return budget_tokens[index] // page_size
+
+
+def step_budget(schedule: Any, length: int, cap: int | None = None) -> int:
+    """KV budget in pages by the numbers of a schedule. A request may have a `cap` in tokens; one
+    without reads everything up to the schedule's dense tokens."""
+    page_size = schedule.page_size
+    budget = budget_pages(length, page_size, schedule.bin_tokens, schedule.budget_tokens)
+    if cap is not None:
+        return min(budget, cap // page_size)
+    return -(-length // page_size) if length <= schedule.dense_tokens else budget
+
+
+def tokens_read(schedule: Any, length: int, cap: int | None = None) -> int:
+    """Tokens that a step reads: all but the pages left out, which are whole."""
+    left_out = -(-length // schedule.page_size) - step_budget(schedule, length, cap)
+    return length - max(0, left_out) * schedule.page_size
 
 
 def landmarks_of(page_keys: np.ndarray, int4: bool, store: Callable) -> np.ndarray:

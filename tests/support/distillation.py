@@ -1,4 +1,4 @@
-"""Shared by the tests of DistillSparse: a policy, an adapter's settings, sequences."""
+"""A policy, sequences, and settings of a DistillSparse adapter."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ SEQUENCES = [
 ]
 
 
-def new_policy(path: str, **model: Any) -> DensePolicy:
-    config = ModelConfig(path=path, dtype="float32", **model)
+def new_policy(path: str, dtype: str = "float32", **model: Any) -> DensePolicy:
+    config = ModelConfig(path=path, dtype=dtype, **model)
     return DensePolicy.load(config, OptimizerConfig(lr=1e-3), "cpu")
 
 

@@ -37,15 +37,19 @@ NEEDS_GEMMA3 = pytest.mark.skipif(
     Version(installed_version()) < Version("0.5.17"),
     reason="older SGLangs call the attention of Gemma 3 bidirectional, which is refused",
 )
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang serves from the GPU")
 VOCAB_SIZE = 256
-# Ray's own limits are too short where something else keeps the cores busy.
-RAY_ENVIRONMENT = {
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
-}
 NUM_LAYERS = 4
+# Arguments of all engines and servers, unless a test gives others.
+SERVER_ARGS: dict[str, Any] = {
+    # The tiny checkpoints have no tokenizer.
+    "skip_tokenizer_init": True,
+    # SGLang would serve a float32 checkpoint in half precision.
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+    "max_running_requests": 8,
+    "random_seed": 0,
+}
 SERVED_MODEL_FILES = (
     "gemma3_causal",
     "gpt_oss",
@@ -142,31 +146,20 @@ def start_engine(
 ) -> Iterator[Any]:
     """A running `sglang.Engine`; several may run at once. Unless `measured`, the speed of this
     machine does not decide which steps are dense, nor what a round drafts: it follows the plans
-    `rounds` in turn, see rounds.py; or an `engine_class` decides. The engine takes token ids,
-    because the tiny checkpoints have no tokenizer. `server_args` go to SGLang unchanged and
-    override the defaults below."""
+    `rounds` in turn, see rounds.py; or an `engine_class` decides. `server_args` go to SGLang
+    unchanged and override SERVER_ARGS."""
     engine_module = import_for_fork()
 
     class Engine(engine_module.Engine):  # type: ignore[misc, name-defined]
         run_scheduler_process_func = staticmethod(partial(run_scheduler, rounds=rounds))
 
-    defaults = {
-        "model_path": model_path,
-        "skip_tokenizer_init": True,
-        # SGLang would serve a float32 checkpoint in half precision.
-        "dtype": "float32",
-        "max_total_tokens": 8192,
-        "max_running_requests": 8,
-        "random_seed": 0,
-        "log_level": "error",
-        "custom_sigquit_handler": _raise_engine_died,
-    }
+    defaults = {"log_level": "error", "custom_sigquit_handler": _raise_engine_died} | SERVER_ARGS
     before = _children()
     engine = None
     contexts: list[zmq.Context[Any]] = []
     try:
         with _zmq_contexts_into(contexts):
-            engine = (engine_class or Engine)(**(defaults | server_args))
+            engine = (engine_class or Engine)(model_path=model_path, **defaults | server_args)
         if (state := server_state(engine.tokenizer_manager)) is not None:
             state.measures_dense &= measured
         yield engine

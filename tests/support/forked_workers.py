@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from functools import cache
 
 RAY = {
-    # Ray's limit of half a minute is too short while another test file keeps the cores busy.
-    "RAY_raylet_start_wait_time_s": "120",
+    # Ray's own limits are too short while another test file keeps the cores busy.
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
     # At the low priority of Ray's workers, engines would not start before other tests are done.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

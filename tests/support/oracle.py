@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract import budget_pages, decode_one
+from contract import decode_one, step_budget
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -96,16 +96,11 @@ class ContractModel:
             landmarks: dict[tuple[int, int], np.ndarray] = {}
             for position in range(self._prompt_len, total):
                 length = position + 1
-                budget = budget_pages(
-                    length, schedule.page_size, schedule.bin_tokens, schedule.budget_tokens
-                )
-                if self._cap is not None:
-                    budget = min(budget, self._cap // schedule.page_size)
                 row, _ = decode_one(
                     queries[position],
                     keys[:length],
                     values[:length],
-                    budget,
+                    step_budget(schedule, length, self._cap),
                     schedule.page_size,
                     scaling,
                     schedule.sink_pages,

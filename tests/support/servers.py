@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +10,10 @@ from typing import Any
 
 import httpx
 import psutil
-from engines import import_for_fork, kill
+from engines import SERVER_ARGS, import_for_fork, kill
 from ports import free_port
 from rounds import choose_rounds
+from waiting import wait_until
 
 START_S = 120.0
 
@@ -26,18 +26,8 @@ def start_server(model_path: str, **server_args: Any) -> Iterator[str]:
     from sglang.srt.entrypoints import http_server
 
     port = free_port()
-    arguments = {
-        "model_path": model_path,
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "dtype": "float32",
-        "max_total_tokens": 8192,
-        "max_running_requests": 8,
-        "random_seed": 0,
-        "log_level": "error",
-        "host": "127.0.0.1",
-        "port": port,
-    } | server_args
+    arguments = SERVER_ARGS | {"model_path": model_path, "host": "127.0.0.1", "port": port}
+    arguments |= {"skip_server_warmup": True, "log_level": "error"} | server_args
     with forked(port, _serve, http_server, arguments) as url:
         yield url
 
@@ -51,7 +41,7 @@ def forked(port: int, serve: Callable[..., None], *arguments: Any) -> Iterator[s
     process.start()
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_healthy(url, process)
+        wait_until(lambda: _is_healthy(url, process), START_S)
         yield url
     finally:
         _kill_family(process.pid)
@@ -106,18 +96,13 @@ def running_requests(client: httpx.Client) -> int:
     return int(client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
 
 
-def _wait_until_healthy(url: str, process: Any) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if not process.is_alive():
-            raise RuntimeError("the server died while it started; its traceback is on stderr")
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise TimeoutError(f"the server was not healthy within {START_S} s")
+def _is_healthy(url: str, process: Any) -> bool:
+    if not process.is_alive():
+        raise RuntimeError("the server died while it started; its traceback is on stderr")
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _kill_family(pid: int | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract import budget_pages, decode_one
+from contract import decode_one, step_budget
 from pools import Pool
 
 from sparrow_sglang.attention_backends.budget_table import BudgetTable
@@ -201,13 +201,7 @@ class StepCase:
         slots, length = pool.slots[row], int(pool.lengths[row])
         budget = length
         if layer in SPARSE_LAYERS and option.schedule is not None:
-            budget = budget_pages(
-                length, schedule.page_size, schedule.bin_tokens, schedule.budget_tokens
-            )
-            if option.kv_budget_tokens is not None:
-                budget = min(budget, option.kv_budget_tokens // schedule.page_size)
-            if option.kv_budget_tokens is None and length <= schedule.dense_tokens:
-                budget = length
+            budget = step_budget(schedule, length, option.kv_budget_tokens)
         stored = torch.bfloat16 if self.kv_dtype == FP8 else self.kv_dtype
         keys, values = (
             buffer.cpu()[slots].double().numpy() * scale

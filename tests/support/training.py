@@ -17,16 +17,10 @@ from sparrow_sglang.rl.types import Group, Prompt
 PROMPTS = [Prompt(f"p{i}", "test", tuple(random_prompt(i, 70 + 9 * i))) for i in range(3)]
 # Reads every page of the tests' sequences, so that sparse decode is dense decode.
 ALL = "fixed-4096"
-SERVER_ARGS = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-    "max_total_tokens": 8192,
-    "max_running_requests": 8,
-    "random_seed": 0,
-}
 
 
-def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfig:
+def settings(model: str, run_dir: Path, schedule: str, *parts: dict, **sections) -> TrainConfig:
+    """The settings below, where `parts` and then `sections` replace fields of a section."""
     fields = {
         "run_dir": run_dir,
         "steps": 6,
@@ -51,7 +45,11 @@ def settings(model: str, run_dir: Path, schedule: str, **sections) -> TrainConfi
         "mismatch": {"sequences": 16},
         "evaluation": {"every_steps": 3},
     }
-    return TrainConfig.parse(fields | sections)
+    for part in (*parts, sections):
+        for name, section in part.items():
+            known = fields.get(name)
+            fields[name] = known | section if isinstance(known, dict) else section
+    return TrainConfig.parse(fields)
 
 
 def optimizer_steps(checkpoint: Path) -> set[int]:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from contract import budget_pages
+from contract import step_budget, tokens_read
 
 from sparrow_sglang.plugin.mode import Mode
 from sparrow_sglang.plugin.state import SchedulerState
@@ -14,17 +14,6 @@ GROWING = BudgetSchedule(name="grows", page_size=16, bin_tokens=64, budget_token
 OTHER = BudgetSchedule(name="other", page_size=16, bin_tokens=32, budget_tokens=(48, 96))
 
 
-def steps_read(schedule: BudgetSchedule, cap: int | None, lengths: range) -> list[int]:
-    """KV tokens read at each length: all but the pages left out, which are whole."""
-    read = []
-    for length in lengths:
-        pages = -(-length // 16)
-        budget = budget_pages(length, 16, schedule.bin_tokens, schedule.budget_tokens)
-        kept = min(pages, budget if cap is None else min(budget, cap // 16))
-        read.append(length - 16 * (pages - kept))
-    return read
-
-
 @pytest.mark.parametrize(
     ("schedule", "cap"),
     [(GROWING, None), (OTHER, None), (GROWING, 64), (GROWING, 4096), (GROWING.as_dense(), 64)],
@@ -32,8 +21,7 @@ def steps_read(schedule: BudgetSchedule, cap: int | None, lengths: range) -> lis
 def test_means_and_last_step(schedule, cap):
     for prompt, generated in [(1, 400), (63, 2), (64, 30), (500, 90)]:
         lengths = range(prompt + 1, prompt + generated)
-        read = steps_read(schedule, cap, lengths)
-        budget = budget_pages(lengths[-1], 16, schedule.bin_tokens, schedule.budget_tokens) * 16
+        read = [tokens_read(schedule, length, cap) for length in lengths]
         usage = RequestOption(schedule, cap).usage(prompt, generated)
         assert usage == KvUsage(
             schedule=schedule.name,
@@ -43,7 +31,7 @@ def test_means_and_last_step(schedule, cap):
             kv_tokens_read_mean=round(sum(read) / len(read), 1),
             kv_tokens_cached_last=lengths[-1],
             kv_tokens_read_last=read[-1],
-            kv_budget_last=budget if cap is None else min(budget, cap),
+            kv_budget_last=16 * step_budget(schedule, lengths[-1], cap),
         )
 
 
@@ -51,7 +39,7 @@ def test_a_retraction_replaces_a_step_by_a_prefill():
     """As one of a server did: 63 tokens of prompt, 120 of response, retracted at 99."""
     usage = RequestOption(GROWING).usage(63, 120, [99])
     cached = [63 + number for number in range(1, 120) if number != 99]
-    read = [one for n in cached for one in steps_read(GROWING, None, range(n, n + 1))]
+    read = [tokens_read(GROWING, length) for length in cached]
     assert (usage.decode_steps, usage.kv_tokens_cached_mean) == (118, 122.7)
     assert usage.kv_tokens_read_mean == round(sum(read) / 118, 1)
 

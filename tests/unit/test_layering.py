@@ -119,16 +119,6 @@ def test_imports_go_one_way() -> None:
         assert own is None or other is None or other <= own, f"{module} imports {name}"
 
 
-def test_only_commands_run_training_and_benchmarks() -> None:
-    """A benchmark may import what it measures, training too."""
-    allowed = {"commands": {"rl", "benchmarks"}, "benchmarks": {"rl", "benchmarks"}, "rl": {"rl"}}
-    for module, name in imported():
-        room = module.split(".")[1] if "." in module else ""
-        room_of_name = name.split(".")[1] if name.startswith("sparrow_sglang.") else ""
-        if room_of_name in ("rl", "benchmarks"):
-            assert room_of_name in allowed.get(room, ()), f"{module} imports {name}"
-
-
 def test_every_module_has_a_layer() -> None:
     """A new or renamed module would otherwise drop out of the checks without a sound."""
     found = {module.split(".")[1] for module in modules() if "." in module}

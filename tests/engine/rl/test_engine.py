@@ -7,9 +7,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engines import SCHEDULE
+from engines import SCHEDULE, SERVER_ARGS
 from oracle import FP32
-from training import ALL, PROMPTS, SERVER_ARGS, error, generate, scaled, transformers_logprobs
+from training import ALL, PROMPTS, error, generate, scaled, transformers_logprobs
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.benchmarks.rollout import make_requests, replay

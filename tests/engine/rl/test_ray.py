@@ -16,9 +16,9 @@ import ray
 import torch
 from ascii_task import rows
 from cluster_engine import pids
-from engines import import_for_fork, kill, unused_model_files
+from engines import SERVER_ARGS, import_for_fork, kill, unused_model_files
 from oracle import FP32
-from training import ALL, PROMPTS, SERVER_ARGS, error, generate, scaled, settings
+from training import ALL, PROMPTS, error, generate, scaled, settings
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 

@@ -54,45 +54,25 @@ def write_run(folder: Path, steps: int) -> None:
 
 
 def responses(step: int) -> list[dict[str, Any]]:
-    """A group of four responses; the second has the highest reward, the third the lowest, and the
-    last one could not be scored."""
-    return [
-        {
-            "task": "story",
-            "prompt_id": f"p{step}",
-            "prompt": f"<i>Tell story {step}.</i>",
-            "sample": sample,
-            "reward": reward,
-            "scores": {"format": 0.25},
-            "length": 1000 + sample,
-            "finish_reason": "stop",
-            "tail": None if sample else 0.875,
-            "text": f"<b>{step}</b> " + "once upon a time " * 1000 * sample + "the end",
-        }
-        for sample, reward in enumerate((0.5, 1.0, 0.0, None))
-    ]
+    """A group of three responses; the last one could not be scored."""
+    group = {"task": "story", "prompt_id": f"p{step}", "prompt": f"Tell story {step}."}
+    group |= {"scores": {}, "length": 1000, "finish_reason": "stop", "text": "once upon a time"}
+    rewards = enumerate((0.5, 1.0, None))
+    return [group | {"sample": sample, "reward": reward} for sample, reward in rewards]
 
 
 def step_metrics(step: int) -> dict[str, float]:
     draw = np.random.default_rng(step)
-    length = 900 + 10 * step
-    alpha = 1 - draw.beta(1, 8, 400)
-    seconds = {"sync": 1.0, "rollout": 9 + draw.random(), "reward": 0.4, "update": 4.0}
     return {
         "critic/score/mean": 0.3 + 0.01 * step,
-        "critic/score/min": 0.0,
-        "critic/score/max": 1.0,
-        "response_length/mean": float(length),
-        "response_length/max": float(2 * length),
+        "response_length/mean": 900.0 + 10 * step,
+        "response_length/max": 1800.0 + 20 * step,
         "response_length/clip_ratio": 0.25,
-        "rollout_corr/k3_kl": 0.01 + 0.001 * draw.random(),
-        "actor/entropy": 0.5 - 0.01 * step,
-        **acceptance_metrics(alpha, np.arange(400) // 200),
+        **acceptance_metrics(1 - draw.beta(1, 8, 400), np.arange(400) // 200),
         "sparrow/kv_tokens_read": 500.0 + step,
-        "sparrow/kv_tokens_cached": 1100.0 + 5 * step,
-        "sparrow/rollout_tokens_per_s": 1000 * length / seconds["rollout"],
-        **{f"timing_s/{stage}": value for stage, value in seconds.items()},
-        "timing_s/step": sum(seconds.values()) + 0.5,
+        "sparrow/kv_tokens_cached": 1100.0 + step,
+        "sparrow/rollout_tokens_per_s": 1000.0 + step,
+        "timing_s/step": 15.0 + draw.random(),
     }
 
 

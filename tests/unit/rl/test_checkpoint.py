@@ -11,35 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import random_prompt
+from distillation import SEQUENCES, new_policy
 from safetensors.torch import load_file
 from sglang.srt.configs.model_config import _get_and_verify_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.rl.config import (
-    DistillConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from sparrow_sglang.rl.config import DistillConfig, TaskConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.optimizer import MOMENTS
 from sparrow_sglang.rl.runs.checkpoint import Checkpoints, State, require_space
 
-SEQUENCES = [(random_prompt(1, 20), random_prompt(2, 30)), (random_prompt(3, 9), [5, 6])]
-
 
 class Tokenizer:
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
-
-
-def policy(path: str, dtype: str) -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=path, dtype=dtype), OptimizerConfig(lr=1e-3), "cpu")
 
 
 def take_step(trained: DensePolicy) -> None:
@@ -66,7 +54,7 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, monkeypatc
         Checkpoints(tmp_path, keep=2),
         State(1, {"a": 0.5}, lowest_rewards={"t": -1.0}),
     )
-    first = policy(tiny_llama, dtype)
+    first = new_policy(tiny_llama, dtype)
     take_step(first)
     exact = {name: weight.clone() for name, weight in first.named_weights()}
     random.seed(3)
@@ -74,7 +62,7 @@ def test_a_restored_policy_trains_on_to_the_bit(tiny_llama, tmp_path, monkeypatc
     drawn = random.random(), np.random.random(), float(torch.rand(()))
     take_step(first)
 
-    second = policy(tiny_llama, dtype)
+    second = new_policy(tiny_llama, dtype)
     assert checkpoints.restore(folder, learner(second)) == state
     assert (random.random(), np.random.random(), float(torch.rand(()))) == drawn
     take_step(second)
@@ -104,7 +92,7 @@ def test_settings_and_data_that_the_run_depends_on_must_not_change(tiny_llama, t
     checkpoints = Checkpoints(tmp_path, keep=1)
     now = config(tmp_path)
     state = State(2, prompts="abc")
-    folder = checkpoints.save(learner(policy(tiny_llama, "float32")), Tokenizer(), now, state)
+    folder = checkpoints.save(learner(new_policy(tiny_llama)), Tokenizer(), now, state)
     assert checkpoints.begin(now, True, "abc") == folder
     with pytest.raises(InputError, match="training prompts of task 'story' are not those"):
         checkpoints.begin(now, True, "abd")
@@ -126,7 +114,7 @@ def test_held_out_sets_and_the_files_of_a_mix_may_move(tiny_llama, tmp_path):
         mix = TaskConfig(name="mix", heldout_sets={"easy": path}, options=options)
         return config(tmp_path).model_copy(update={"task": mix})
 
-    checkpoints, written = Checkpoints(tmp_path, keep=1), learner(policy(tiny_llama, "float32"))
+    checkpoints, written = Checkpoints(tmp_path, keep=1), learner(new_policy(tiny_llama))
     folder = checkpoints.save(written, Tokenizer(), run("old"), State(2))
     assert checkpoints.begin(run("new", heldout_path="b.jsonl"), True, "") == folder
     with pytest.raises(InputError, match="task.options.sums.duplicates"):
@@ -142,7 +130,7 @@ def test_held_out_sets_and_the_files_of_a_mix_may_move(tiny_llama, tmp_path):
 )
 def test_a_damaged_checkpoint_is_named_in_one_line(tiny_llama, tmp_path, file, content):
     checkpoints, now = Checkpoints(tmp_path, keep=1), config(tmp_path)
-    trained = policy(tiny_llama, "float32")
+    trained = new_policy(tiny_llama)
     folder = checkpoints.save(learner(trained), Tokenizer(), now, State(2))
     if content is None:
         (folder / file).unlink()
@@ -158,7 +146,7 @@ def test_a_generation_config_that_transformers_does_not_save_survives(byte_model
     """Many fine-tunes have a temperature without do_sample, which `save_pretrained` refuses."""
     source = shutil.copytree(byte_model, tmp_path / "model")
     (source / "generation_config.json").write_text(json.dumps(wrong | {"do_sample": False}))
-    trained = policy(str(source), "float32")
+    trained = new_policy(str(source))
     folder = Checkpoints(tmp_path / "run", keep=1).save(
         learner(trained), Tokenizer(), config(tmp_path / "run"), State(1)
     )
@@ -199,7 +187,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    trained = learner(policy(tiny_llama, "float32"))
+    trained = learner(new_policy(tiny_llama))
     for step in (8, 9, 10):
         checkpoints.save(trained, Tokenizer(), config(tmp_path), State(step))
     names = [f"step-{step:06d}" for step in (9, 10)]
@@ -224,7 +212,7 @@ def test_the_newest_stay_and_a_full_disk_costs_none(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize("what", ["weight", "moment", "adapter"])
 def test_a_state_that_is_not_finite_never_replaces_one_that_is(sharp_llama, tmp_path, what):
-    trained = policy(sharp_llama, "bfloat16")
+    trained = new_policy(sharp_llama, "bfloat16")
     adapter = SparseAdapter(trained, DistillConfig(enabled=True))
     whole = LocalLearner(config(tmp_path), trained, adapter)
     checkpoints = Checkpoints(tmp_path, keep=1)

@@ -48,6 +48,21 @@ def test_choices_are_in_the_prompt_and_the_answer_is_a_letter(
     assert task.train[0].payload["answer"] == "B"
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    {
+        "DAPO-Math-17k, Eurus": verl_row("72"),
+        "Skywork-OR1": verl_row('["72"]'),
+        "GSM8K": {"question": "?", "answer": "48/2 = <<48/2=24>>24\n#### 72"},
+        "OpenR1": {"problem": "?", "answer": "72", "solution": "...", "messages": CHAT},
+        "NuminaMath-CoT": {"problem": "?", "solution": "so \\boxed{72}."},
+        "reasoning-gym": {"prompt": "?", "answer": 72},
+    }.items(),
+)
+def test_answers_are_read_by_their_columns(name: str, row: dict[str, Any], tmp_path: Path) -> None:
+    assert load("math", jsonl(tmp_path / "a.jsonl", [row])).train[0].payload["answer"] == "72", name
+
+
 CASES = [{"input": "2", "output": "4"}]
 IN_OUT = {"question": "Double.", "input_output": json.dumps(LINES)}
 

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from contract import choose_pages
+from distillation import new_policy
 from engines import INT4_SCHEDULE, random_prompt
 from oracle import ContractModel
 from scipy.special import softmax
 
-from sparrow_sglang.rl.config import ModelConfig, OptimizerConfig
 from sparrow_sglang.rl.policy import sparse_policy
 from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, block_mask
@@ -25,7 +26,7 @@ SEQUENCES = [
 
 @pytest.fixture(scope="module")
 def policy(sharp_llama) -> DensePolicy:
-    return DensePolicy.load(ModelConfig(path=sharp_llama), OptimizerConfig(), "cpu")
+    return new_policy(sharp_llama)
 
 
 @pytest.mark.parametrize(("rows", "schedule"), [(7, GROWING), (512, GROWING), (50, INT4_SCHEDULE)])
@@ -66,13 +67,12 @@ def test_gradients_flow_through_the_chosen_pages_only():
         for t in range(end - first):
             for head in range(4):
                 pages = range(t // 16 + 1)
-                if t >= prompt and len(pages) > 4:
+                if t >= prompt:
                     group = slice(head // 2 * 2, head // 2 * 2 + 2)
                     mean = query[0, group, first + t].mean(0).detach()
                     keys = key[0, head // 2, first:end].detach()
-                    marks = [keys[p * 16 : p * 16 + 16].mean(0) for p in pages]
-                    middle = sorted(pages[1:-2], key=lambda p: -float(mean @ marks[p]))
-                    pages = [0, *middle[:1], pages[-2], pages[-1]]
+                    scores = [float(mean @ keys[p * 16 : p * 16 + 16].mean(0)) for p in pages]
+                    pages = choose_pages(scores, len(pages), 4, 1, 2)
                 for p in pages:
                     read = slice(first + p * 16, first + min(p * 16 + 16, t + 1))
                     kept[head, first + t, read] = True

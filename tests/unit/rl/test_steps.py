@@ -15,7 +15,7 @@ import torch
 from ascii_task import rows, untimed
 from reward_groups import AtOnce, scores_of
 from sampler import TOKENS, Sampler
-from training import optimizer_steps
+from training import optimizer_steps, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.commands.cli import main
@@ -33,6 +33,14 @@ from sparrow_sglang.rl.tasks.rewards import RewardPool
 from sparrow_sglang.rl.types import Prompt, Rollout
 from sparrow_sglang.run_folder import read_rows
 
+SMALL = {
+    "steps": 3,
+    "rollout": {"prompts_per_step": 2, "max_new_tokens": TOKENS},
+    "optimizer": {"lr": 1e-3},
+    "evaluation": {"every_steps": 0},
+    "logging": {"tensorboard": False},
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -48,27 +56,7 @@ class Run:
     engines: list[Sampler]
 
     def config(self, **sections: Any) -> TrainConfig:
-        """The settings of this run, where fields of `sections` replace those below."""
-        fields: dict[str, Any] = {
-            "run_dir": str(self.folder),
-            "steps": 3,
-            "task": {"name": ascii_task.NAME, "reward_workers": 1},
-            "model": {"path": self.model, "gradient_checkpointing": False},
-            "engine": {"schedule": "dense"},
-            "rollout": {
-                "prompts_per_step": 2,
-                "samples_per_prompt": 4,
-                "max_prompt_tokens": 64,
-                "max_new_tokens": TOKENS,
-            },
-            "optimizer": {"lr": 1e-3},
-            "evaluation": {"every_steps": 0},
-            "logging": {"tensorboard": False},
-        }
-        for name, section in sections.items():
-            known = fields.get(name)
-            fields[name] = known | section if isinstance(known, dict) else section
-        return TrainConfig.parse(fields)
+        return settings(self.model, self.folder, "dense", SMALL, **sections)
 
     def train(self, resume: bool = False, **sections: Any) -> list[dict[str, Any]]:
         """Rows of the metrics that are in the folder afterwards."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import budget_pages
+from contract import budget_pages, tokens_read
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,17 +58,6 @@ def cap_of(schedule: BudgetSchedule, extra_pages: int | None) -> int | None:
     if extra_pages is None:
         return None
     return (schedule.least_pages + extra_pages) * schedule.page_size
-
-
-def tokens_read(schedule: BudgetSchedule, seq_len: int, cap: int | None) -> int:
-    """All but the pages left out, which are whole."""
-    page, pages = schedule.page_size, -(-seq_len // schedule.page_size)
-    budget = budget_pages(seq_len, page, schedule.bin_tokens, list(schedule.budget_tokens))
-    if cap is not None:
-        budget = min(budget, cap // page)
-    elif pages * page <= schedule.dense_tokens:
-        budget = pages
-    return seq_len - max(0, pages - budget) * page
 
 
 def edge_lengths(schedule: BudgetSchedule) -> list[int]:
