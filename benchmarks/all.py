@@ -139,7 +139,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
                 )
         measured = {row.get("side") for row in content["rows"]}
         rows = [row for row in rows if row.get("side") not in measured] + content["rows"]
-    return first | {"command": "; ".join(each["command"] for each in contents), "rows": rows}
+    return first | {"command": "; ".join(str(each["command"]) for each in contents), "rows": rows}
 
 
 def merge_all(folder: Path) -> None:

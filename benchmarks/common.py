@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sparrow_sglang.atomic_write import write_json
 from sparrow_sglang.command_line import OneLineParser, new_path
 from sparrow_sglang.errors import InputError
-from sparrow_sglang.json_values import read_object
+from sparrow_sglang.json_values import quoted, read_object
 from sparrow_sglang.planning.rounds import Plan
 from sparrow_sglang.planning.step_time import ASSUMED, Acceptance
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
@@ -234,6 +234,9 @@ def read_result(out: Path) -> dict[str, Any]:
     content = read_object(out, expected := "a result of `sparrow bench`")
     if missing := {"command", "commit", "device", "packages", "rows"} - content.keys():
         raise InputError(f"{out}: has no {min(missing)}; expected {expected}")
+    rows = content["rows"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{out}: rows={quoted(rows)}: expected the rows of {expected}")
     return content
 
 

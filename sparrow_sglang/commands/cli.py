@@ -74,7 +74,7 @@ INSTALL = "pip install sparrow-sglang[rl,data,report] installs all that it requi
 BENCHMARKS = ("step", "rollout", "attention", "distill", "all")
 # Each is a module of this folder, which is imported only when the command is used.
 COMMANDS = {
-    "plan": "predict from the model's shapes what a schedule saves (no GPU needed)",
+    "plan": "predict from the model's shapes how long a step takes (no GPU needed)",
     "schedules": "list the schedules that are shipped, and the models that have one",
     "calibrate": "measure the cheapest schedule of a model that holds a tail target",
     "train": "train with GRPO from sparse rollouts",

@@ -1,7 +1,7 @@
 """Exact acceptance rates of a generation, from a server that computes them. A server that is
 started within `recording` keeps the last hidden state of every decode step of some generations
-(`plugin/exact_acceptance.py` says why and at what cost). A generation's request names its slot with
-`record_into`. The answer to a `comparing_request` holds the generation's rates."""
+(`plugin/scheduler/exact_acceptance.py` says why and at what cost). A generation's request names its
+slot with `record_into`. The answer to a `comparing_request` holds the generation's rates."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def comparing_request(slot: int, prompt: Sequence[int], response: Sequence[int])
     """The request, in fields of `GenerateReqInput`, whose answer `exact_rates` reads. Send it after
     the generation that recorded into `slot`, and before another one does. It takes the prompt's KV
     from the prefix cache, which no sparse decode writes
-    (`plugin.scheduler_hooks.keep_sparse_kv_private`)."""
+    (`plugin.scheduler.scheduler_hooks.keep_sparse_kv_private`)."""
     return {
         "input_ids": [int(token) for token in (*prompt, *response)],
         "sampling_params": {

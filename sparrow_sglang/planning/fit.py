@@ -16,7 +16,7 @@ from sparrow_sglang.json_values import read_object
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.step_time import CONSTANTS, GPUS, TERMS, round_terms, step_terms
 from sparrow_sglang.schedules.names import load_schedule
-from sparrow_sglang.schedules.schedule import PAGE_SIZE, ScheduleError
+from sparrow_sglang.schedules.schedule import PAGE_SIZE
 
 # Fields of a row with the values under which steps are predicted.
 _PREDICTED = {"tp": 1, "kv_cache_dtype": "auto", "quantization": None}
@@ -54,7 +54,7 @@ def _of_file(
             continue
         try:
             terms = _terms(row, gpu, benchmarks)
-        except (InputError, ScheduleError):
+        except InputError:
             continue
         case = row["model"], row["case"]
         name = " ".join(map(str, (file, *case, row["schedule"] or "dense")))

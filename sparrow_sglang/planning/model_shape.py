@@ -32,7 +32,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the fields of a Hugging Face config.json. Raises `InputError` on a missing field,
-        and on kinds of layers of which no steps were measured: experts, latent attention, sliding
+        and on layers whose steps the terms do not describe: experts, latent attention, sliding
         windows, linear attention."""
         config = text_config(config)
         refused = list(_REFUSED)

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import statistics
 import textwrap
 import tomllib
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 from sparrow_sglang.benchmarks import all as every
 from sparrow_sglang.benchmarks import rollout, step
 from sparrow_sglang.commands import cli
+from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.step_time import ASSUMED, GPUS, kv_bytes
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.options import RequestOption
@@ -53,12 +56,14 @@ def is_launcher(words: list[str]) -> bool:
     return any(words[: len(start)] == start for start in LAUNCHERS)
 
 
-def test_files_on_the_paths_exist() -> None:
-    text = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
+def test_files_that_pages_and_docstrings_name_exist() -> None:
+    folders = ("sparrow_sglang", "attention_backends", "benchmarks", "examples", "rl", "tests")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    pages = [page for page in PAGES if page.name != "results.md"]  # By a commit that has them.
+    text = "".join(path.read_text("utf-8") for path in [*pages, *sources])
     named = re.findall(r"`([\w/]+\.py)`", text)
-    folders = ("sparrow_sglang", "attention_backends", "benchmarks", "rl", "tests")
-    files = [f"/{path}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    assert len(named) > 50
+    files = [f"/{path}" for path in sources]
+    assert len(named) > 100
     assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
 
 
@@ -152,9 +157,14 @@ def test_results_and_schedules_name_no_folder_of_the_machine_that_made_them() ->
     assert [path.name for path in files if own.search(path.read_text("utf-8"))] == []
 
 
-def result_rows(name: str) -> list[dict[str, Any]]:
+def result(name: str) -> dict[str, Any]:
     path = ROOT / "benchmarks" / "results" / "h200" / f"{name}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["rows"]
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content
+
+
+def result_rows(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = result(name)["rows"]
     return rows
 
 
@@ -172,6 +182,46 @@ def page(name: str) -> str:
     return " ".join((ROOT / name).read_text("utf-8").replace("**", "").split())
 
 
+def test_results_are_of_the_commits_sides_and_settings_that_the_page_names() -> None:
+    text, alone = page("docs/benchmarks.md"), set()
+    names = set(re.findall(r"h200/([\w.-]+)[.]json", text))
+    for name in names:
+        content = result(name)
+        commit, sglang = f"`{content['commit'][:8]}`", content["packages"]["sglang"]
+        if "train" in name:
+            assert commit in text[text.index("## Training steps") :]
+            continue
+        if "tp2" in name:
+            assert f"on two GPUs](../benchmarks/results/h200/{name}.json), commit {commit}" in text
+        else:
+            assert f"H200, SGLang {sglang}, commit {commit}, FlashAttention-3." in text, name
+        rows = [row for row in content["rows"] if row["side"].startswith("stock")]
+        assert {row["backend"] for row in rows} == {"fa3"}
+        if {row["page_size"] for row in rows} == {1}:
+            alone.add(name)
+        repeats = content["settings"].get("repeats")
+        timed = statistics.mean if "tp2" in name else min
+        for row in content["rows"] if repeats == 2 else ():
+            assert row.get("round_ms", row["step_ms"]) == timed(row["step_ms_all"])
+    assert alone == {"rollout-8b-8k", "steps-30b", "steps-8b-tp2", "prefill-8b"}
+    assert "of 8K answers, 30B-A3B, two GPUs and prefill only the first ran" in text
+    (replayed,) = {
+        (row["sequences"], row["prompt_tokens"] // row["sequences"], *row["assumed_rates"].values())
+        for name in names
+        for row in result_rows(name)
+        if row.get("assumed_rates")
+    }
+    assert "Random weights, {} prompts of {} tokens:".format(*replayed) in text
+    assert replayed[2:] == ASSUMED
+    drafts, lookups = ASSUMED
+    assert f"`--acceptance-rate` ({drafts}) and `--lookup-acceptance` ({lookups})" in text
+    assert f"assumed: {drafts} of sparse drafts, {lookups} of lookups" in page("README.md")
+    assert f"acceptance is assumed: {drafts} and {lookups}." in page("docs/lossless.md")
+    longest = result("rollout-coder")["settings"]["max_tokens"]
+    answers = f"temperature 1, {rollout.GROUP} answers a prompt, at most {longest:,} tokens."
+    assert answers in text
+
+
 def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
     readme, benchmarks = page("README.md"), page("docs/benchmarks.md")
     coder = result_rows("rollout-coder")
@@ -180,7 +230,9 @@ def test_rollouts_of_the_pages_are_those_of_the_result() -> None:
         sides = [found[side] for side in ("stock", "sparrow")]
         stock, ours = (row["tokens_per_s"] for row in sides)
         if size != 16:
-            assert f"{stock:,.0f} tokens/s | {ours:,.0f} | {ours / stock:.2f}× |" in readme
+            label = f"| {size} answers" if size > 1 else "real weights, 1 answer"
+            cells = f"{stock:,.0f} tokens/s | {ours:,.0f} | {ours / stock:.2f}× |"
+            assert f"{label} | {cells}" in readme
         first = " | ".join(f"{row['first_token_last_s']:.2f}" for row in sides)
         a_round = f"{sides[1]['tokens_per_round']:.2f}"
         cells = f"| {stock:,.0f} | {ours:,.0f} | {ours / stock:.2f}× | {a_round} | {first} |"
@@ -213,6 +265,16 @@ def test_rollouts_named_in_running_text_are_those_of_the_results() -> None:
     benchmarks = page("docs/benchmarks.md")
     assert f"All but {others} rounds were lookups alone" in benchmarks
     assert "`NGRAM` gave {:,.0f}, {:,.0f} and {:,.0f} tokens/s".format(*ngram) in benchmarks
+    stock = [by_side(result_rows("rollout-coder"), sequences=size)["stock"] for size in (1, 16, 64)]
+    device = sorted(row["first_steps"]["device_ms"] for row in stock)
+    assert f"the GPU takes {device[0]:.2f} to {device[-1]:.2f} ms of them" in benchmarks
+    earlier = result("rollout_qwen2.5-coder-1.5b_fp8_drafts")
+    (row,), lossless = earlier["rows"], page("docs/lossless.md")
+    assert f"Coder accepted [{row['acceptance_rate']:.2f}](" in lossless
+    cached = row["prompt_tokens"] // row["sequences"]
+    ended = cached + row["output_tokens"] // row["sequences"]
+    assert f"at {cached // 1000}K to {round(ended / 1000)}K tokens" in lossless
+    assert f"(commit `{earlier['commit'][:8]}`)" in lossless
     accepted = [row["lookup_acceptance"] for row in coder]
     gains = []
     for name, sizes in ("rollout-coder", (1, 64)), ("rollout-8b-3k", [64]), ("rollout-8b-8k", [64]):
@@ -283,6 +345,8 @@ def test_rounds_of_the_pages_are_those_of_the_result() -> None:
         ms = of_case.setdefault(row["case"], {})
         ms[kind] = min(row["step_ms"], ms.get(kind, row["step_ms"]))
     assert len(of_case) == 6
+    assert "the better of 0 + 3 and 0 + 8. | batch" in lossless
+    assert "| stock | 8 + 0 | 3 + 5 | 1 + 2 | lookups alone |" in lossless
     for case, ms in of_case.items():
         batch, length = map(int, case.split("x"))
         alone = min(ms[kind] for kind in ((0, 3), (0, 8)) if kind in ms)
@@ -320,7 +384,42 @@ def test_sparse_steps_of_the_page_are_those_of_the_results() -> None:
         (sparse,) = [row["step_ms"] for row in rows if row["schedule"] == schedule]
         assert cells[2:] == [f"{stock:.2f}", f"{sparse:.2f}", f"{stock / sparse:.2f}×"], line
         quoted += 1
+        if (name, cells[1]) == ("sparse-1.7b", "16 × 32K") and ".json" not in schedule:
+            assert parts_of_a_step(float(cells[3])) in " ".join(text.split())
     assert quoted == 11
     rows = [row for row in result_rows("sparse-hybrid") if row["case"] == "1x32768"]
     stock, sparse = (by_side(rows)[side]["device_ms"] for side in ("stock", "sparrow"))
     assert f"the GPU takes {stock:.2f} and {sparse:.2f} ms of Qwen3.5-2B's 1 × 32K" in text
+
+
+def parts_of_a_step(ms: float) -> str:
+    """Of Qwen3-1.7B, 16 sequences of 32K tokens: the time of reading bytes by the data sheet."""
+    schedule, bandwidth = load_schedule("qwen3-1.7b-0.86", 16), GPUS["h200"].bandwidth
+    shape = ModelShape.from_config(step.model_config("qwen3-1.7b"))
+    dense, few = len(schedule.dense_layers), shape.num_layers - len(schedule.dense_layers)
+    layer = kv_bytes(shape, 16, 32768) / shape.num_layers
+    pages = few * layer * schedule.budget_at(32768) / 32768
+    landmarks = kv_bytes(shape, 16, 32768, schedule) - dense * layer - pages
+    read = [1e3 * each / bandwidth for each in (2 * shape.weights, dense * layer, pages, landmarks)]
+    return (
+        "data sheet's {} TB/s: weights {:.2f} ms, two dense layers {:.2f}, {} sparse layers {:.2f},"
+        " landmarks {:.2f}; the other {:.1f} are"
+    ).format(bandwidth / 1e12, *read[:2], few, *read[2:], ms - sum(read))
+
+
+def test_training_steps_of_the_page_are_those_of_the_results() -> None:
+    text = page("docs/benchmarks.md")
+    for name, model in (
+        ("train_memory_qwen3-1.7b", "Qwen3-1.7B"),
+        ("train_memory_qwen3-1.7b_2gpus", "Qwen3-1.7B"),
+        ("train_memory_qwen3-8b_2gpus", "Qwen3-8B"),
+    ):
+        (row,) = [
+            row for row in result_rows(name) if (row["dtype"], row["tokens"]) == ("bfloat16", 32768)
+        ]
+        seconds = f"{min(row['step_s']):.2f}"
+        if adapter := row.get("adapter_step_s"):
+            seconds += f" (adapter {min(adapter):.2f})"
+        cells = f"{row.get('ranks', 1)} | {seconds} | {row['step_peak_gib']:.1f} |"
+        assert f"| [{model}](../benchmarks/results/h200/{name}.json) | {cells}" in text
+    assert "in bf16 with gradient checkpointing, 32,768 tokens, H200" in text

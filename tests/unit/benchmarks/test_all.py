@@ -103,9 +103,15 @@ def test_results_of_sides_are_joined_if_they_are_of_one_commit(tmp_path: Path) -
 
 def test_a_folder_that_cannot_be_joined_is_named_and_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "steps-8b.stock.json"
-    for content, message in (("{", "not JSON"), ("[]", "a list"), ('{"rows": []}', "no command")):
+    bad_rows = json.dumps(WHERE | {"rows": [3]})
+    for content, message in (
+        ("{", "not JSON"),
+        ("[]", "a list"),
+        ('{"rows": []}', "no command"),
+        (bad_rows, r"rows=\[3\]"),
+    ):
         file.write_text(content)
-        with pytest.raises(InputError, match=f"{file}: .*{message}.*; expected a result of"):
+        with pytest.raises(InputError, match=f"{file}: .*{message}.*expected .*a? result of"):
             bench_all.main(["--merge", "--folder", str(tmp_path)])
         assert file.read_text() == content
     with pytest.raises(InputError, match=r"none: nothing to merge; expected files PART.SIDES.json"):

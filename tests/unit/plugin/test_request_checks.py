@@ -80,6 +80,7 @@ def test_what_is_beyond_is_named(
         (4, 1024, None),
         (1, 1025, "n=1025: expected a whole number from 1 to 1024"),
         (1, True, "n=True"),
+        (1, 0, "n=0: expected a whole number from 1"),
         (5, 1024, "5 prompts with n=1024: expected 4096 samples at most"),
     ],
 )

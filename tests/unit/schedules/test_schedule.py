@@ -182,6 +182,8 @@ CODER = {
     ("change", "expected"),
     [
         ({}, "qwen3-4b-0.86"),
+        ({"hidden_size": 2048, "num_hidden_layers": 28}, "qwen3-1.7b-0.86"),
+        ({"hidden_size": 4096}, "qwen3-8b-0.86"),
         ({"hidden_size": 5120, "num_hidden_layers": 40}, "qwen3-14b-0.86"),
         (SMOLLM2, "smollm2-135m-int4-0.86"),
         (GEMMA3, "gemma3-270m-0.86"),
@@ -286,6 +288,7 @@ REFUSED_FIELDS = [
     {"name": ""},
     {"name": "dense"},
     {"dense_tokens": 100},
+    {"dense_tokens": -16},
     {"model_match": {"hidden_size": 1.5}},
     {"budget_token": [48]},
     {"selection": "int8"},
