@@ -38,6 +38,16 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
+def test_groups_keep_their_places_whatever_ends_first(pool: RewardPool) -> None:
+    groups = [group("a", 0.0, ["slow 1", "2", "3"]), group("b", 10.0, ["4", "slow 5", "6", "7"])]
+    with pool.scoring() as scoring:
+        for position in (1, 0):
+            scoring.add(position, groups[position])
+        scores = scoring.scores()
+    assert scores.rewards == ((1, 2, 3), (14, 15, 16, 17))
+    assert not any(scores.metrics().values())
+
+
 def test_failed_rewards_are_missing_or_the_lowest_and_counted(pool: RewardPool) -> None:
     texts = ["1", "crash", "hang", "raise", "2", "nan", "exit", "hang", *"345678"]
     before = time.monotonic()

@@ -54,10 +54,11 @@ def write_run(folder: Path, steps: int) -> None:
 
 
 def responses(step: int) -> list[dict[str, Any]]:
-    """A group of three responses; the last one could not be scored."""
+    """A group of four responses; the last one could not be scored."""
     group = {"task": "story", "prompt_id": f"p{step}", "prompt": f"Tell story {step}."}
-    group |= {"scores": {}, "length": 1000, "finish_reason": "stop", "text": "once upon a time"}
-    rewards = enumerate((0.5, 1.0, None))
+    group |= {"scores": {}, "length": 1000, "finish_reason": "stop"}
+    group["text"] = "<b>once" + " upon a time" * 1000
+    rewards = enumerate((0.5, 1.0, 0.0, None))
     return [group | {"sample": sample, "reward": reward} for sample, reward in rewards]
 
 
@@ -178,6 +179,14 @@ def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     assert dict(page.tables["Versions"])["sglang"] == version("sglang")
     charts = {"Reward": 2, "Response length": 2, "Acceptance rate of the rollouts": 2}
     assert page.charts.items() >= charts.items()
+
+
+def test_the_best_and_the_worst_response_of_some_steps_are_shown_by_their_ends(
+    run_page: Page,
+) -> None:
+    shown = re.findall(r"Step (\d+), story/p\d+, reward ([\d.]+), tail", run_page.html)
+    assert shown == [(step, reward) for step in ("0", "4", "7", "11") for reward in ("1", "0")]
+    assert run_page.html.count("&lt;b&gt;once upon") == run_page.html.count("[… 6,007 ch") == 8
 
 
 def test_a_calibration_says_what_its_schedules_say(calibration_page: Page) -> None:
