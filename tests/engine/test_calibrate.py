@@ -143,9 +143,3 @@ def test_the_default_rule_is_measured_with_its_schedule(
     schedule = BudgetSchedule.from_json(tmp_path / "m.json")
     assert (schedule.selection, schedule.dense_layers, schedule.calibrated) == ("int4", (), True)
     assert [(each.selection, each.budget_tokens) for each in started] == [("int4", (320,))]
-    # Everything lies in the work folder, so nothing is measured again.
-    monkeypatch.setattr(measure, "running_engine", None)
-    words[words.index("0.2")] = "0.15"
-    assert cli.main(words) == 0
-    again = BudgetSchedule.from_json(tmp_path / "m.json")
-    assert (again.selection, again.tail_target) == ("int4", 0.15)

@@ -16,6 +16,7 @@ import requests
 from engines import import_for_fork, sparse, start_engine
 from ports import free_port
 from servers import forked
+from waiting import wait_until
 
 from sparrow_sglang.commands import cli
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -57,17 +58,16 @@ def by_keyword(sharp_llama) -> tuple[list[int], list[float]]:
         return answer(engine)
 
 
-class TestEngineChannels:
-    def test_environment(self, sharp_llama, schedule_file, by_keyword, monkeypatch, capfd):
-        monkeypatch.setenv("SPARROW_SCHEDULE", schedule_file)
-        with start_engine(sharp_llama, attention_backend="sparrow") as engine:
-            assert engine.get_server_info()["page_size"] == 16
-            assert_same(answer(engine), by_keyword)
-        [line] = [line for line in capfd.readouterr().err.splitlines() if START_UP in line]
-        assert line.endswith(
-            f"{START_UP} mine (calibrated): KV budget 64..64 tokens, sparse"
-            " from 65 tokens on, page size 16, dense layers [0, 1]"
-        )
+def test_environment(sharp_llama, schedule_file, by_keyword, monkeypatch, capfd):
+    monkeypatch.setenv("SPARROW_SCHEDULE", schedule_file)
+    with start_engine(sharp_llama, attention_backend="sparrow") as engine:
+        assert engine.get_server_info()["page_size"] == 16
+        assert_same(answer(engine), by_keyword)
+    [line] = [line for line in capfd.readouterr().err.splitlines() if START_UP in line]
+    assert line.endswith(
+        f"{START_UP} mine (calibrated): KV budget 64..64 tokens, sparse"
+        " from 65 tokens on, page size 16, dense layers [0, 1]"
+    )
 
 
 # A process that has imported SGLang, and has not let it load plugins.
@@ -155,12 +155,9 @@ def test_sparrow_serve_says_when_it_is_ready_and_ends_by_ctrl_c(sharp_llama, by_
     others = set(multiprocessing.active_children())
     with forked(port, serve) as url:
         assert_served(url, "fixed-64", by_keyword)
-        logged, deadline = "", time.monotonic() + 60
-        while "ready on" not in logged:
-            assert time.monotonic() < deadline, logged
-            time.sleep(0.1)
-            logged += capfd.readouterr().err
-        assert f"ready on {url}" in logged and "fixed-64" in logged
+        logged: list[str] = []
+        wait_until(lambda: logged.append(capfd.readouterr().err) or "ready on" in "".join(logged))
+        assert f"ready on {url}" in "".join(logged) and "fixed-64" in "".join(logged)
         [server] = set(multiprocessing.active_children()) - others
         os.killpg(server.pid, signal.SIGINT)
         server.join(120)
@@ -214,32 +211,19 @@ def assert_served(url: str, schedule: str, expected: tuple[list[int], list[float
     assert_same(read(output), expected)
 
 
-class TestBrokenPlugin:
+def test_a_hook_that_sglang_could_not_apply(tiny_llama, monkeypatch, capfd):
     """SGLang logs what goes wrong in a plugin and goes on; the scheduler must not."""
+    # SGLang loads its plugins in this process.
+    import_for_fork()
+    from sparrow_sglang.plugin.state import PROCESS
 
-    @pytest.fixture
-    def registration(self, monkeypatch):
-        # SGLang loads its plugins in this process.
-        import_for_fork()
-        from sparrow_sglang.plugin.state import PROCESS
-
-        monkeypatch.setattr(PROCESS, "error", None)
-        monkeypatch.setattr(PROCESS, "hooks", PROCESS.hooks)
-        return PROCESS
-
-    def start_and_fail(self, path: str, capfd) -> str:
-        with pytest.raises(RuntimeError) as refused:
-            with start_engine(path, **sparse("fixed-64")):
-                pass
-        return capfd.readouterr().err + str(refused.value)
-
-    def test_hook_that_sglang_could_not_apply(self, registration, tiny_llama, capfd):
-        [first, *rest] = registration.hooks
-        misspelt = first._replace(target="sglang.srt.mem_cache.common.kv_to_page_num")
-        registration.hooks = (misspelt, *rest)
-        logged = self.start_and_fail(tiny_llama, capfd)
-        assert (
-            "SGLang did not apply these hooks of sparrow-sglang:"
-            " ['sglang.srt.mem_cache.common.kv_to_page_num']" in logged
-        )
-        assert START_UP not in logged
+    target = "sglang.srt.mem_cache.common.kv_to_page_num"
+    [first, *rest] = PROCESS.hooks
+    monkeypatch.setattr(PROCESS, "error", None)
+    monkeypatch.setattr(PROCESS, "hooks", (first._replace(target=target), *rest))
+    with pytest.raises(RuntimeError) as refused:
+        with start_engine(tiny_llama, **sparse("fixed-64")):
+            pass
+    logged = capfd.readouterr().err + str(refused.value)
+    assert f"SGLang did not apply these hooks of sparrow-sglang: ['{target}']" in logged
+    assert START_UP not in logged

@@ -51,15 +51,7 @@ SERVER_ARGS: dict[str, Any] = {
     "random_seed": 0,
 }
 SERVED_MODEL_FILES = (
-    "gemma3_causal",
-    "gpt_oss",
-    "llama",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_moe",
-    "qwen3_next",
+    "gemma3_causal gpt_oss llama qwen2 qwen2_moe qwen3 qwen3_5 qwen3_moe qwen3_next".split()
 )
 # Bins and budgets so small that generations of 300 tokens cross several of them.
 SCHEDULE = BudgetSchedule(

@@ -18,32 +18,20 @@ PACKAGES = {
     "sparrow_sglang.rl": ROOT / "rl",
 }
 # Each may import from its own layer and from those above it in this list.
-LAYERS = [
-    {
-        "atomic_write",
-        "command_line",
-        "errors",
-        "hf_config",
-        "json_values",
-        "models",
-        "processes",
-        "progress",
-        "provenance",
-        "run_folder",
-        "schedules",
-        "sglang_compat",
-        "validation",
-    },
-    {"mismatch", "planning"},
-    {"attention_backends"},
-    {"plugin"},
-    {"client"},
-    {"calibration"},
-    {"report"},
-    {"rl"},
-    {"benchmarks"},
-    {"commands"},
-]
+LAYERS = (
+    "atomic_write command_line errors hf_config json_values models processes progress provenance"
+    " run_folder schedules sglang_compat validation",
+    "mismatch planning",
+    "attention_backends",
+    "plugin",
+    "client",
+    "calibration",
+    "report",
+    "rl",
+    "benchmarks",
+    "commands",
+)
+LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 PLUGIN = "sparrow_sglang.plugin"
 # From the top to the bottom: each imports only from rows below its own.
 PLUGIN_ORDER = (
@@ -94,7 +82,7 @@ def layer(module: str) -> int | None:
     parts = module.split(".")
     if parts[0] != "sparrow_sglang" or len(parts) < 2:
         return None
-    return next((i for i, names in enumerate(LAYERS) if parts[1] in names), None)
+    return LAYER_OF.get(parts[1])
 
 
 def test_imports_name_modules_in_full() -> None:
@@ -122,7 +110,7 @@ def test_imports_go_one_way() -> None:
 def test_every_module_has_a_layer() -> None:
     """A new or renamed module would otherwise drop out of the checks without a sound."""
     found = {module.split(".")[1] for module in modules() if "." in module}
-    assert {name for names in LAYERS for name in names} == found - {"__init__"}
+    assert set(LAYER_OF) == found - {"__init__"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -105,10 +105,13 @@ def test_backends_that_would_compute_wrongly_are_refused(on_gpu, gpu, fields, as
     )
 
 
-def test_a_cpu_has_no_choice(make_args, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value"), [("sparrow_dense_backend", "fa3"), ("quantization", "fp8")]
+)
+def test_a_cpu_has_no_choice(make_args, tmp_path, name, value):
     folder = save_config(tmp_path, **LLAMA)
-    with pytest.raises(ValueError, match="sparrow_dense_backend='fa3': expected none on cpu"):
-        make_args(folder, sparrow_dense_backend="fa3")
+    with pytest.raises(ValueError, match=f"{name}='{value}': expected none on cpu"):
+        make_args(folder, **{name: value})
 
 
 @pytest.mark.parametrize("has_windows", [False, True])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.sampling.sampling_params import SamplingParams
+from messages import tokenized
 
 from sparrow_sglang.mismatch.exact_rates import AUDIT_SLOTS
 from sparrow_sglang.plugin.launcher.audit.auditor import Auditor
@@ -19,26 +19,6 @@ from sparrow_sglang.schedules.options import RequestOption
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 ACTIVE = BudgetSchedule.fixed(64)
-
-
-def tokenized(**changes: Any) -> Any:
-    """A request with the sampling defaults of Qwen3, and with `changes`."""
-    parameters = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
-    request = SimpleNamespace(
-        sampling_params=parameters,
-        rid="a",
-        lora_id=None,
-        input_ids=[1, 2],
-        return_logprob=False,
-        logprob_start_len=-1,
-        input_embeds=None,
-        mm_inputs=None,
-        session_params=None,
-        positional_embed_overrides=None,
-    )
-    for name, value in changes.items():
-        setattr(parameters if hasattr(parameters, name) else request, name, value)
-    return request
 
 
 DENSE = ACTIVE.as_dense()
@@ -96,9 +76,7 @@ def test_requests_beyond_the_slots_are_dropped_and_slots_are_used_again() -> Non
 @pytest.mark.parametrize("new_tokens", [0, 8])
 def test_a_user_gets_no_slot_of_the_audit(new_tokens: int) -> None:
     request = tokenized(
-        custom_params={"sparrow_record": [0, 2], "mine": 1},
-        max_new_tokens=new_tokens,
-        extra_key=None,
+        rid="a", custom_params={"sparrow_record": [0, 2], "mine": 1}, max_new_tokens=new_tokens
     )
     before = request.sampling_params
     manager: Any = SimpleNamespace(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from configs import kv_configurator
-from sglang.srt.sampling.sampling_params import SamplingParams
+from messages import tokenized
 
 from sparrow_sglang.attention_backends.gpu_decode import DecodeBuffers
 from sparrow_sglang.errors import InputError
@@ -20,7 +20,7 @@ from sparrow_sglang.sglang_compat.arguments import resolved
 
 DRAFTS = {"speculative_algorithm": "SPARROW", "speculative_num_draft_tokens": 5}
 SERVED = {"temperature": 0.7, "top_p": 0.9, "stop": ["a"], "logit_bias": {}, "ignore_eos": True}
-SAMPLING = {
+REJECTED = {
     "frequency_penalty": 0.5,
     "presence_penalty": 0.5,
     "repetition_penalty": 1.1,
@@ -32,8 +32,6 @@ SAMPLING = {
     "regex": "a+",
     "ebnf": "root ::= 'a'",
     "structural_tag": "{}",
-}
-BESIDE_IT = {
     "custom_logit_processor": "{}",
     "lora_id": "a",
     "return_hidden_states": True,
@@ -42,22 +40,14 @@ BESIDE_IT = {
 }
 
 
-def request(sampling: dict[str, Any], **fields: Any) -> Any:
-    params = SamplingParams()
-    for name, value in sampling.items():
-        setattr(params, name, value)
-    neutral = {name: False if value is True else None for name, value in BESIDE_IT.items()}
-    return SimpleNamespace(sampling_params=params, **neutral | fields)
-
-
-@pytest.mark.parametrize("name", [*SAMPLING, *BESIDE_IT])
+@pytest.mark.parametrize("name", REJECTED)
 def test_fields_that_a_round_cannot_honour_are_rejected(name: str) -> None:
-    Lossless().require_servable(request(SERVED), None)
-    fields = [{name: each[name]} if name in each else {} for each in (SAMPLING, BESIDE_IT)]
-    if name in SAMPLING and not hasattr(SamplingParams(), name):
+    served = tokenized(**SERVED)
+    Lossless().require_servable(served, None)
+    if not hasattr(served, name) and not hasattr(served.sampling_params, name):
         pytest.skip("this version has no such field")
     with pytest.raises(RequestError, match=f"^{name}="):
-        Lossless().require_servable(request(fields[0], **fields[1]), None)
+        Lossless().require_servable(tokenized(**{name: REJECTED[name]}), None)
 
 
 @pytest.mark.parametrize(

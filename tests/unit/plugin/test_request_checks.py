@@ -1,11 +1,10 @@
 """Bounds of requests: a field at the edge of its range is served, one beyond is refused by name."""
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.sampling.sampling_params import SamplingParams
+from messages import tokenized
 
 from sparrow_sglang.plugin.launcher.request_checks import (
     _require_logprobs,
@@ -14,63 +13,48 @@ from sparrow_sglang.plugin.launcher.request_checks import (
 )
 from sparrow_sglang.schedules.options import RequestError
 
-VOCABULARY, PROMPT = 256, [5, 6, 7]
+VOCABULARY = 256
 
 
-def check(parameters: dict[str, Any], **fields: Any) -> None:
-    """Validate the message of a request with these fields."""
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-
-    given: dict[str, Any] = {"input_text": None, "input_ids": PROMPT, "input_embeds": None}
-    given |= {"mm_inputs": None, "stream": False, "top_logprobs_num": 0, "token_ids_logprob": None}
-    given |= {"token_type_ids": None, "return_logprob": False, "logprob_start_len": -1}
-    sampling = SamplingParams()
-    sampling.normalize(None)
-    for name, value in parameters.items():
-        setattr(sampling, name, value)
-    given |= fields
-    given["input_ids"] = array("q", given["input_ids"])
-    request = TokenizedGenerateReqInput(sampling_params=sampling, **given)
-    require_servable(request, VOCABULARY, 4096)
+def check(fields: dict[str, Any]) -> None:
+    require_servable(tokenized(**fields), VOCABULARY, 4096)
 
 
 @pytest.mark.parametrize(
-    ("parameters", "fields"),
+    "fields",
     [
-        ({"stop_token_ids": {0, 255}}, {}),
-        ({"top_k": 2**31 - 1, "sampling_seed": 2**63 - 1}, {}),
-        ({"logit_bias": {"11": 1e20}, "repetition_penalty": 2.0}, {}),
-        ({"stop_regex_max_len": 2**40}, {}),
-        ({}, {"logprob_start_len": 3, "top_logprobs_num": 256}),
-        ({}, {"input_ids": [0, 255]}),
+        {"stop_token_ids": {0, 255}},
+        {"top_k": 2**31 - 1, "sampling_seed": 2**63 - 1},
+        {"logit_bias": {"11": 1e20}, "repetition_penalty": 2.0},
+        {"stop_regex_max_len": 2**40},
+        {"logprob_start_len": 3, "top_logprobs_num": 256},
+        {"input_ids": [0, 255]},
     ],
     ids=str,
 )
-def test_edges_are_served(parameters: dict[str, Any], fields: dict[str, Any]) -> None:
-    check(parameters, **fields)
+def test_edges_are_served(fields: dict[str, Any]) -> None:
+    check(fields)
 
 
 @pytest.mark.parametrize(
-    ("parameters", "fields", "expected"),
+    ("fields", "expected"),
     [
-        ({"stop_token_ids": {5, 256}}, {}, "stop_token_ids.*=256: expected token ids .* 0 to 255"),
-        ({"top_k": 2**31}, {}, "top_k=2147483648: expected a whole number from -2147483648 to"),
-        ({"sampling_seed": 2**63}, {}, "sampling_seed"),
-        ({"logit_bias": {"11": 2e20}}, {}, r"logit_bias\['11'\]=2e\+20"),
-        ({"repetition_penalty": 1e-7}, {}, "repetition_penalty=1e-07: .* from 1e-06 to 2"),
-        ({"temperature": float("nan")}, {}, "temperature=nan"),
-        ({"max_new_tokens": "5"}, {}, "max_new_tokens='5': expected `int"),
-        ({}, {"logprob_start_len": 4}, "logprob_start_len=4: .* from -1 to 3"),
-        ({}, {"input_ids": [5, -1]}, r"input_ids\[1\]=-1: expected token ids"),
-        ({}, {"input_ids": []}, r"input_ids=\[\]: expected one token or more"),
+        ({"stop_token_ids": {5, 256}}, "stop_token_ids.*=256: expected token ids .* 0 to 255"),
+        ({"top_k": 2**31}, "top_k=2147483648: expected a whole number from -2147483648 to"),
+        ({"sampling_seed": 2**63}, "sampling_seed"),
+        ({"logit_bias": {"11": 2e20}}, r"logit_bias\['11'\]=2e\+20"),
+        ({"repetition_penalty": 1e-7}, "repetition_penalty=1e-07: .* from 1e-06 to 2"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"max_new_tokens": "5"}, "max_new_tokens='5': expected `int"),
+        ({"logprob_start_len": 4}, "logprob_start_len=4: .* from -1 to 3"),
+        ({"input_ids": [5, -1]}, r"input_ids\[1\]=-1: expected token ids"),
+        ({"input_ids": []}, r"input_ids=\[\]: expected one token or more"),
     ],
     ids=str,
 )
-def test_what_is_beyond_is_named(
-    parameters: dict[str, Any], fields: dict[str, Any], expected: str
-) -> None:
+def test_what_is_beyond_is_named(fields: dict[str, Any], expected: str) -> None:
     with pytest.raises(RequestError, match=f"^{expected}"):
-        check(parameters, **fields)
+        check(fields)
 
 
 @pytest.mark.parametrize(

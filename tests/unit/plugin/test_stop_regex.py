@@ -3,12 +3,11 @@
 import random
 import re
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import tokenized
 
 from sparrow_sglang.plugin.launcher.request_checks import require_servable
 from sparrow_sglang.plugin.scheduler.stop_regex import compiled
@@ -71,9 +70,7 @@ def test_time_is_linear_in_the_text(pattern: str) -> None:
 
 
 def check(*patterns: str) -> None:
-    parameters = SimpleNamespace(stop_regex_strs=list(patterns))
-    request: Any = SimpleNamespace(input_ids=[5], sampling_params=parameters)
-    require_servable(request, 256, 4096)
+    require_servable(tokenized(stop_regex_strs=list(patterns)), 256, 4096)
 
 
 @pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])

@@ -330,10 +330,11 @@ def test_the_dense_schedule_reads_everything() -> None:
     assert dense.tokens_read([1, 10**6]).tolist() == [1, 10**6]
 
 
-def test_layers_with_linear_attention_count_as_dense() -> None:
+def test_layers_with_windows_or_linear_attention_count_as_dense() -> None:
     """SGLang's config says only that every n-th layer has full attention."""
-    kinds = (["linear_attention"] * 2 + ["full_attention"]) * 2
-    for config in ({"layer_types": kinds}, {"full_attention_interval": 3}):
+    kinds = ("linear_attention", "sliding_attention")
+    listed = [{"layer_types": ([kind] * 2 + ["full_attention"]) * 2} for kind in kinds]
+    for config in (*listed, {"full_attention_interval": 3}):
         served = BudgetSchedule.fixed(64).for_model({"num_hidden_layers": 6} | config)
         assert served.dense_layers == (0, 1, 3, 4)
 
