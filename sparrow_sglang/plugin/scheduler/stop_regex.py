@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_SIZE = 1000
 """Largest number of RE2's instructions for the patterns of a request: a step may take so many
 times the length of the text."""
-_NO_REPEAT = re.compile(r"(?<!\\)\{,\d+\}")
+_NO_REPEAT = re.compile(r"(?<!\\)(?:\\\\)*\{,\d+\}")
 _COMPILED = "sparrow_stop"
 """Attribute of requests that holds their compiled `stop_regex`."""
 
