@@ -4,6 +4,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,38 +86,37 @@ def limit_s(part: Part, sides: Sequence[str]) -> int:
     return min(LONGEST_S, 2 * sum(part.seconds[side] for side in sides))
 
 
-def run_part(name: str, sides: Sequence[str], folder: Path, model_path: Path | None) -> bool:
-    """Run a part in `folder`, so that results name no folder of this machine; whether it ended
-    well, or at its limit with some rows. With `sides`, of those only."""
-    part = PARTS[name]
-    every = tuple(part.seconds)
+def chosen_sides(name: str, sides: Sequence[str]) -> tuple[str, ...]:
+    """Those of `sides` that the part has; without `sides`, or where a part has none, all."""
+    every = tuple(PARTS[name].seconds)
     chosen = tuple(side for side in every if side in sides) if any(every) and sides else every
     if not chosen:
-        raise ValueError(f"--sides {' '.join(sides)}: expected some of {' '.join(every)} in {name}")
-    file = f"{name}.json" if chosen == every else f"{name}.{'+'.join(chosen)}.json"
-    words = [*shlex.split(part.words), "--out", file]
-    words += ["--sides", *chosen] if any(every) else []
-    links = {INT4: Path(__file__).parent / "schedules" / INT4}
-    if f"--model-path {CODER}" in part.words:
-        if model_path is None:
-            raise ValueError(f"--model-path: expected the folder of {CODER} for {name}")
-        links[CODER] = model_path.absolute()
-    for link, target in links.items():
-        Path(folder, link).unlink(missing_ok=True)
-        Path(folder, link).symlink_to(target)
+        raise InputError(f"--sides {' '.join(sides)}: expected some of {' '.join(every)} in {name}")
+    return chosen
+
+
+def run_part(name: str, chosen: Sequence[str], folder: Path, model_path: Path | None) -> bool:
+    """Run the `chosen` sides of a part; whether it ended well, or at its limit with some rows. It
+    runs beside links in a folder of its own, so that results name no folder of this machine."""
+    part = PARTS[name]
+    file = f"{name}.json" if len(chosen) == len(part.seconds) else f"{name}.{'+'.join(chosen)}.json"
+    words = [*shlex.split(part.words), "--out", f"../{file}"]
+    words += ["--sides", *chosen] if any(chosen) else []
     command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "bench", *words]
     limit, cut = limit_s(part, chosen), False
     print(f"{name}: sparrow bench {shlex.join(words)} (at most {limit} s)", flush=True)
-    process = subprocess.Popen(command, cwd=folder)
-    try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        cut = True
-    finally:
-        process.terminate()
-        process.wait()
-        for link in links:
-            Path(folder, link).unlink()
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        Path(beside, INT4).symlink_to(Path(__file__).parent / "schedules" / INT4)
+        if model_path is not None:
+            Path(beside, CODER).symlink_to(model_path.absolute())
+        process = subprocess.Popen(command, cwd=beside)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            cut = True
+        finally:
+            process.terminate()
+            process.wait()
     if cut:
         rows = read_result(folder / file)["rows"] if Path(folder, file).exists() else []
         print(f"{name}: cut after {limit} s, with {len(rows)} rows", file=sys.stderr, flush=True)
@@ -179,7 +179,18 @@ def main(argv: Sequence[str]) -> int:
     if options.merge:
         merge_all(options.folder)
         return 0
-    options.folder.mkdir(parents=True, exist_ok=True)
+    # Before the first of them runs for minutes.
+    sides = {name: chosen_sides(name, options.sides) for name in options.part}
+    real = [name for name in options.part if f"--model-path {CODER}" in PARTS[name].words]
+    folder, model_path = options.folder, options.model_path
+    if real and not (model_path and Path(model_path, "config.json").is_file()):
+        raise InputError(
+            f"--model-path {model_path}: expected the folder of {CODER} for {' '.join(real)}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--folder {folder}: cannot be written ({error.strerror})") from None
     exit_on_sigterm()
-    chosen = options.sides, options.folder, options.model_path
-    return int(not all([run_part(name, *chosen) for name in options.part]))
+    return int(not all([run_part(name, sides[name], folder, model_path) for name in sides]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparrow_sglang.atomic_write import write_json
-from sparrow_sglang.command_line import OneLineParser, new_path
+from sparrow_sglang.command_line import OneLineParser, new_path, rate
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.json_values import quoted, read_object
 from sparrow_sglang.planning.rounds import Plan
@@ -67,13 +67,6 @@ def parse_round(text: str) -> Plan:
     return Plan(drafts, lookups, drafts + lookups + 1)
 
 
-def _rate(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 to 1")
-    return number
-
-
 def add_side_options(parser: argparse.ArgumentParser) -> None:
     """Sides to measure, what lossless ones draft, and arguments of all engines."""
     add = parser.add_argument
@@ -86,15 +79,20 @@ def add_side_options(parser: argparse.ArgumentParser) -> None:
     rounds = "decode losslessly with up to K sparse drafts a round; K+M: and M looked-up tokens"
     add("--drafts", type=parse_round, nargs="+", default=[], metavar="K", help=rounds)
     rates = "chance that {} is accepted, which random weights do not give (default: {})"
-    add("--acceptance-rate", type=_rate, help=rates.format("a sparse draft", ASSUMED.drafts))
+    add("--acceptance-rate", type=rate, help=rates.format("a sparse draft", ASSUMED.drafts))
     looked_up = "a looked-up token, after its predecessors,"
-    add("--lookup-acceptance", type=_rate, help=rates.format(looked_up, ASSUMED.lookups))
+    add("--lookup-acceptance", type=rate, help=rates.format(looked_up, ASSUMED.lookups))
     further = 'further arguments of sglang.Engine, e.g. \'{"quantization": "fp8"}\''
     add("--engine-args", default="{}", metavar="JSON", help=further)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The value of --engine-args."""
+    """The value of --engine-args. Raises `InputError`, also on --sides unknown to SGLang."""
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    known = dict.fromkeys([*SIDES, NGRAM, *ATTENTION_BACKEND_CHOICES])
+    if unknown := [side for side in options.sides if side not in known]:
+        raise InputError(f"--sides {' '.join(unknown)}: expected some of {', '.join(known)}")
     return engine_arguments(options.engine_args, RESERVED)
 
 
@@ -145,8 +143,8 @@ def sides_of(options: argparse.Namespace, schedules: Sequence[str]) -> list[Side
     ignored."""
     return [
         Side(name, schedule, tuple(options.drafts)) if name == BACKEND else Side(name)
-        for name in options.sides
-        for schedule in (schedules if name == BACKEND else [""])
+        for name in dict.fromkeys(options.sides)
+        for schedule in (dict.fromkeys(schedules) if name == BACKEND else [""])
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import run
 from typing import Any
 
-from sparrow_sglang.benchmarks.common import add_row, begin, bench_parser
+from sparrow_sglang.benchmarks.common import add_row, begin, bench_parser, require_cuda
 from sparrow_sglang.run_folder import METRICS_FILE, read_rows
 
 CONFIG = Path(__file__).with_name("distill.toml")
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser = bench_parser("distill", DESCRIPTION, "  sparrow bench distill", "distill.json")
     parser.add_argument("--model-path", default="smollm2-135m", help="the dense policy")
     options = parser.parse_args(argv)
+    require_cuda()
     begin(options)
     failed = False
     for delivery in ("merged", "lora"):
@@ -48,7 +49,10 @@ def main(argv: Sequence[str]) -> int:
             command = [sys.executable, "-m", "sparrow_sglang.commands.cli", "train", str(CONFIG)]
             for setting in (f"run_dir={folder}", f"model.path={options.model_path}"):
                 command += ["--set", setting]
-            failed |= run([*command, "--set", f"distill.delivery={delivery}"]).returncode != 0
+            if run([*command, "--set", f"distill.delivery={delivery}"]).returncode != 0:
+                print(f"{delivery}: failed, left out", file=sys.stderr, flush=True)
+                failed = True
+                continue
             rows = read_rows(Path(folder, METRICS_FILE))
             add_row(options.out, row_of(delivery, [row for row in rows if "timing_s/step" in row]))
     return int(failed)

@@ -19,7 +19,7 @@ from sparrow_sglang.client.control import get_schedule
 from sparrow_sglang.client.endpoint import connect
 from sparrow_sglang.command_line import at_least, count, table
 from sparrow_sglang.hf_config import text_config
-from sparrow_sglang.planning.rounds import DENSE, expected_tokens
+from sparrow_sglang.planning.rounds import DENSE, Plan, expected_tokens
 from sparrow_sglang.planning.step_time import Acceptance
 from sparrow_sglang.plugin.state import require_server_state
 from sparrow_sglang.schedules.names import load_schedule
@@ -201,7 +201,7 @@ def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         ms, per_token, drafts = row.get("round_ms", row["step_ms"]), [row["step_ms"]], ""
         if "drafts" in row:
-            plan = common.parse_round(f"{row['drafts']}+{row.get('lookups', 0)}")
+            plan = Plan(row["drafts"], row.get("lookups", 0), 0)
             behind = [row.get("lookup_acceptance") or 0.0] * plan.lookups
             per_token += [ms / expected_tokens(plan, rate, behind) for rate in RATES]
             drafts = f"{plan} {row.get('draft_weights') or ''}".strip()

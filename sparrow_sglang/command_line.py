@@ -27,6 +27,17 @@ def at_least(least: int, most: int = 2**30) -> Callable[[str], int]:
 count = at_least(1)
 
 
+def rate(text: str) -> float:
+    """An argparse `type` of chances, from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"expected 0 to 1, got {text}")
+    return number
+
+
 def new_path(text: str) -> Path:
     """An argparse `type` of files and folders to write, which may exist; their folder must."""
     path = Path(text)

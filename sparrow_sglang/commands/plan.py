@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from sparrow_sglang.benchmarks.common import MODELS
-from sparrow_sglang.command_line import count, table
+from sparrow_sglang.command_line import count, rate, table
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import text_config
 from sparrow_sglang.json_values import read_object
 from sparrow_sglang.models import hub_config, model_folder
-from sparrow_sglang.planning.model_shape import ModelShape
+from sparrow_sglang.planning.model_shape import ModelShape, positive_field
 from sparrow_sglang.planning.rounds import Plan, plans
 from sparrow_sglang.planning.step_time import (
     ASSUMED,
@@ -51,17 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=count, nargs="+", help="cached tokens of a sequence; each gets a row")
     schedule = "of sparse steps: shipped name, .json file, fixed-<tokens>, or auto: the model's own"
     add("--schedule", default=AUTO, help=f"{schedule} {shown_default}")
-    rate = f"acceptance of sparse drafts, for lossless decoding (default: {ASSUMED.drafts})"
-    add("--acceptance", type=float, default=ASSUMED.drafts, help=rate)
-    rate = f"acceptance of looked-up tokens (default: {ASSUMED.lookups})"
-    add("--lookup-acceptance", type=float, default=ASSUMED.lookups, help=rate)
+    drafts = f"acceptance of sparse drafts, for lossless decoding (default: {ASSUMED.drafts})"
+    add("--acceptance", type=rate, default=ASSUMED.drafts, help=drafts)
+    lookups = f"acceptance of looked-up tokens (default: {ASSUMED.lookups})"
+    add("--lookup-acceptance", type=rate, default=ASSUMED.lookups, help=lookups)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("acceptance", "lookup_acceptance"):
-        if not 0 <= (value := getattr(args, name)) < 1:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} {value}: expected a rate from 0 to below 1")
     name, config = _read_config(args.model_path)
     shape, gpu = ModelShape.from_config(config), GPUS[args.gpu]
     schedule = _read_schedule(args.schedule, config)
@@ -125,7 +121,8 @@ def verdict(predicted: Sequence[Prediction], mode: str) -> str:
 
 
 def _lengths(chosen: Sequence[int] | None, config: Mapping[str, Any]) -> list[int]:
-    positions = text_config(config).get("max_position_embeddings") or _LONGEST
+    config, key = text_config(config), "max_position_embeddings"
+    positions = _LONGEST if config.get(key) is None else positive_field(config, key)
     if chosen and max(chosen) > positions:
         raise InputError(f"--length {max(chosen)}: expected the model's {positions} at most")
     fitting = [length for length in LENGTHS if length <= positions]

@@ -35,12 +35,18 @@ class ModelShape:
         and on layers whose steps the terms do not describe: experts, latent attention, sliding
         windows, linear attention."""
         config = text_config(config)
+        if not isinstance(config, Mapping):
+            raise _wrong("text_config", config, "an object")
+        num_layers, kinds = positive_field(config, "num_hidden_layers"), config.get("layer_types")
+        if kinds is not None and not isinstance(kinds, list):
+            raise _wrong("layer_types", kinds, "a list")
+        if config.get(interval := "full_attention_interval") is not None:
+            positive_field(config, interval)
+        kinds = {kind if isinstance(kind, str) else "" for kind in layer_types_of(config)}
         refused = list(_REFUSED)
-        if set(layer_types_of(config)) - {FULL}:
-            refused.append(
-                "layer_types" if config.get("layer_types") else "full_attention_interval"
-            )
-        elif not layer_types_of(config) and config.get("use_sliding_window", True):
+        if kinds - {FULL}:
+            refused.append("layer_types" if config.get("layer_types") else interval)
+        elif not kinds and config.get("use_sliding_window", True):
             refused.append("sliding_window")
         for key in refused:
             if config.get(key):
@@ -49,13 +55,13 @@ class ModelShape:
                     " full grouped-query attention"
                 )
         return cls(
-            hidden_size=_positive(config, "hidden_size"),
-            intermediate_size=_positive(config, "intermediate_size"),
-            num_layers=_positive(config, "num_hidden_layers"),
-            num_q_heads=_positive(config, "num_attention_heads"),
-            num_kv_heads=num_kv_heads_of(config),
-            head_dim=head_dim_of(config),
-            vocab_size=_positive(config, "vocab_size"),
+            hidden_size=positive_field(config, "hidden_size"),
+            intermediate_size=positive_field(config, "intermediate_size"),
+            num_layers=num_layers,
+            num_q_heads=positive_field(config, "num_attention_heads"),
+            num_kv_heads=_positive("num_key_value_heads", num_kv_heads_of(config)),
+            head_dim=_positive("head_dim", head_dim_of(config)),
+            vocab_size=positive_field(config, "vocab_size"),
         )
 
     @property
@@ -67,10 +73,16 @@ class ModelShape:
         return self.hidden_size * (self.num_layers * layer + self.vocab_size)
 
 
-def _positive(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise InputError(
-            f"{key}={value!r} in the model's config.json: expected a whole number of 1 or more"
-        )
+def positive_field(config: Mapping[str, Any], key: str) -> int:
+    """A size in a config; raises `InputError` on what is none."""
+    return _positive(key, config.get(key))
+
+
+def _positive(key: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise _wrong(key, value, "a whole number of 1 or more")
     return value
+
+
+def _wrong(key: str, value: Any, expected: str) -> InputError:
+    return InputError(f"{key}={quoted(value)} in the model's config.json: expected {expected}")

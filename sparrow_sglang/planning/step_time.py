@@ -131,7 +131,7 @@ class Prediction(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """Chances that a sparse draft, and that a looked-up token is accepted, each from 0 to below 1,
+    """Chances that a sparse draft, and that a looked-up token is accepted, each from 0 to 1,
     if all before it were."""
 
     drafts: float

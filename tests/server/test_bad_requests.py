@@ -66,6 +66,30 @@ def test_sampling_parameters(client: httpx.Client, parameters: dict[str, Any]) -
     assert_named(next(reversed(parameters)), refused(client, "/generate", body))
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "said"),
+    [
+        ("/generate", {"text": 5}, "text=5: Input should be a valid string; text=5: Input should"),
+        ("/v1/completions", {"model": "tiny"}, "prompt: Field required"),
+        ("/pause_generation", {"mode": "x"}, "mode='x': Input should be 'abort', 'retract' or "),
+        ("/generate", {"input_ids": "ab" * 10**6}, "input_ids='abab"),
+        (
+            "/generate",
+            {"sampling_params": [1] * 9},
+            "sampling_params.3=1: Input should be",
+        ),
+    ],
+)
+def test_types(client: httpx.Client, route: str, body: dict[str, Any], said: str) -> None:
+    """Errors name fields and values, and none of the server's files."""
+    answer = client.post(route, json=body)
+    content = answer.json()
+    message = content.get("error", content)["message"]
+    assert (answer.status_code, content.get("error", content)["code"]) == (400, 400)
+    assert said in message and message.isprintable() and len(message) < 1100
+    assert "/" not in message and "loc" not in message
+
+
 def test_a_pattern_ends_a_response(client: httpx.Client) -> None:
     """At the first token with which the text has a match. `re` would try the first for hours."""
     fields = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}

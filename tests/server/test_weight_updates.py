@@ -95,6 +95,7 @@ def test_folders(client: httpx.Client, other: str, tmp_path: Path) -> None:
     with unharmed(client):
         for folder, said in (
             (half, f"{file} is incomplete or damaged"),
+            (tmp_path / "none", f"model_path {tmp_path}/none: no such folder; expected"),
             (unlisted, f"{unlisted} lacks 1 of 1 files"),
             (wrong, f"{wrong}/model.safetensors: {WRONG}"),
             (renamed, f"{renamed}/model.safetensors: base.lm_head.weight [256, 144]"),

@@ -162,8 +162,8 @@ async def resume_memory(call: Call, manager: Any, state: ServerState, request: A
     # A client may retry a call that timed out, and a second resume would end the scheduler.
     async with state.resuming:
         if missing := sorted(tags - state.released):
-            expected = sorted(state.released)
-            raise ControlError(f"tags={missing}: not released; expected of {expected}")
+            released = ", ".join(sorted(state.released)) or "none"
+            raise ControlError(f"tags={missing}: expected some of those released: {released}")
         answer = await call()
         state.released -= tags
     return answer

@@ -6,13 +6,14 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from sparrow_sglang.json_values import quoted
 from sparrow_sglang.mismatch.exact_rates import RECORD_VARIABLE
 from sparrow_sglang.plugin.arguments.server_args import resolve_schedule
 from sparrow_sglang.plugin.launcher.adapters import adapter
@@ -60,6 +61,9 @@ _LOCATIONS = [
 _HEALTH = {"/health": HTTPStatus.OK, "/health_generate": HTTPStatus.SERVICE_UNAVAILABLE}
 """Status of a server that generates nothing because it was told so: alive, but not ready."""
 _ERROR_EVENT = b'data: {"error":'
+_TYPES_OF_OWN = ("/v1/messages", "/v1/systemone")
+"""Routes whose errors SGLang shapes itself."""
+_MOST_PROBLEMS = 4
 
 
 def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwargs: Any) -> None:
@@ -85,10 +89,13 @@ def attach_server(result: None, manager: "TokenizerManager", *args: Any, **kwarg
 def add_routes(app: "FastAPI") -> None:
     """Add /sparrow/<call>, behind the keys of SGLang's control routes; wrap routes of requests."""
     from fastapi import Request
+    from fastapi.exceptions import RequestValidationError
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     if any(getattr(route, "path", "").startswith(_PREFIX) for route in app.routes):
         return
+    invalid = app.exception_handlers[RequestValidationError]
+    app.add_exception_handler(RequestValidationError, _naming_fields(invalid))
     for route in app.routes:
         path, changed = getattr(route, "path", None), cast(Any, route)
         if path in _CHECKED:
@@ -105,6 +112,43 @@ def add_routes(app: "FastAPI") -> None:
     for name, (_, methods) in CALLS.items():
         handle = auth_level(AuthLevel.ADMIN_OPTIONAL)(handler(name))
         app.add_api_route(_PREFIX + name, handle, methods=methods)
+
+
+def _naming_fields(handler: Any) -> Any:
+    """Wrap SGLang's handler of bodies with fields of wrong types, whose answer has the whole body
+    and the server's paths."""
+
+    async def handle(request: "Request", error: Any) -> "Response":
+        from fastapi.responses import JSONResponse
+
+        if request.url.path.startswith(_TYPES_OF_OWN):
+            return cast("Response", await handler(request, error))
+        status = HTTPStatus.BAD_REQUEST
+        fields = {"type": status.phrase, "param": None, "code": status}
+        message = invalid_fields(error.errors())
+        return JSONResponse({"object": "error", "message": message, **fields}, status)
+
+    return handle
+
+
+def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> str:
+    """An error message of pydantic's `problems` with a body: fields, values and what is allowed."""
+    lines: list[str] = []
+    for problem in problems:
+        kind, (_, *where) = problem["type"], problem["loc"]
+        # A union names its types in the location, such as "list[str]"; our field is before them.
+        keys = [str(key) for key in where if "[" not in str(key) and key not in ("str", "int")]
+        field, message = ".".join(keys) or "body", problem["msg"]
+        if kind == "json_invalid":
+            lines.append(f"body: expected JSON ({problem['ctx']['error']})")
+        elif kind != "is_instance_of":
+            value = (
+                f"={quoted(problem['input'])}" if kind != "missing" and "input" in problem else ""
+            )
+            lines.append(f"{field}{value}: {message}")
+    shown = "; ".join(lines[:_MOST_PROBLEMS])
+    more = len(lines) - _MOST_PROBLEMS
+    return f"{shown} (and {more} more)" if more > 0 else shown
 
 
 def _unless_asleep(app: AsgiApp, status: HTTPStatus) -> AsgiApp:

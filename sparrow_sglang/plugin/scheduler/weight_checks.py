@@ -15,7 +15,7 @@ import torch
 from sparrow_sglang.errors import InputError
 from sparrow_sglang.hf_config import model_value, text_config
 from sparrow_sglang.json_values import cut
-from sparrow_sglang.models import stored_shapes
+from sparrow_sglang.models import path_problem, stored_shapes
 from sparrow_sglang.plugin.scheduler.adapter_checks import empty_model
 from sparrow_sglang.plugin.scheduler_calls import ControlError, scheduler_rpc
 from sparrow_sglang.plugin.state import PROCESS, SchedulerState, require_scheduler_state
@@ -138,7 +138,9 @@ def _check_folder(scheduler: "Scheduler", fields: dict[str, Any]) -> dict[str, A
     state, folder = require_scheduler_state(), _local_folder(fields["path"])
     checkpoint = state.checkpoint
     assert checkpoint is not None
-    # SGLang downloads what is not here, or answers that it cannot.
+    # SGLang downloads what may be on the hub, and every request waits meanwhile.
+    if folder is None and (wrong := path_problem(fields["path"])):
+        raise ControlError(f"model_path {cut(fields['path'])}: {wrong}")
     stored = {} if folder is None else stored_shapes(folder)
     problem = _summary(
         f"{folder}/{file}: {found}"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from sparrow_sglang.errors import InputError
 WHERE = {"device": "H200", "commit": "abc", "packages": {"torch": "2"}, "command": "c"}
 
 
-@pytest.mark.parametrize("name", [name for name in PARTS if name != "distill"])
+@pytest.mark.parametrize("name", PARTS)
 def test_each_part_is_a_command_for_each_of_its_sides(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,13 +49,17 @@ def test_a_part_runs_chosen_sides_beside_links_to_what_is_on_this_machine(
     launcher.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} {program} "$@"\n')
     launcher.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(launcher))
-    weights, results = tmp_path / "m15", tmp_path / "results"
+    weights = tmp_path / "qwen2.5-coder-1.5b"
     weights.mkdir()
+    results = shutil.copytree(weights, tmp_path / "results" / weights.name).parent
     words = ["bench", "all", "--part", "rollout-coder", "--sides", "ngram", "stock"]
     words += ["--folder", str(results), "--model-path", str(weights)]
+    assert cli.main(words) == 2
+    (weights / "config.json").touch()
     assert cli.main(words) == 0
-    [file] = results.iterdir()
-    assert file.name == "rollout-coder.stock+ngram.json"
+    # What a user has there under the links' names stays.
+    file, kept = sorted(results.iterdir(), reverse=True)
+    assert (file.name, kept.name) == ("rollout-coder.stock+ngram.json", weights.name)
     ran, found = json.loads(file.read_text())
     assert ran[:3] == ["rollout", "--model-path", "qwen2.5-coder-1.5b"]
     assert ran[-3:] == ["--sides", "stock", "ngram"] and "qwen2.5-coder-1.5b" in found
@@ -67,13 +72,29 @@ def test_a_part_ends_at_its_limit_and_keeps_its_rows(
 ) -> None:
     sleeper = tmp_path / "python"
     text = json.dumps(WHERE | {"rows": rows})
-    sleeper.write_text(f"#!/bin/sh\necho '{text}' > attention.json\nexec sleep 60\n")
+    sleeper.write_text(f"#!/bin/sh\necho '{text}' > ../attention.json\nexec sleep 60\n")
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeper))
     monkeypatch.setitem(PARTS, "attention", Part("attention", {"": 1}))
     words = ["bench", "all", "--part", "attention", "--folder", str(tmp_path)]
     assert cli.main(words) == int(not rows)
     assert json.loads((tmp_path / "attention.json").read_text())["rows"] == rows
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sides", "fa9"], "--sides fa9: expected some of sparrow stock stock-16 in rollout-8b-"),
+        (["--part", "steps-8b", "distill"], "--model-path None: expected the folder of"),
+        (["--part", "attention", "--folder", "/proc/a"], "--folder /proc/a: cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_reported_before_the_first_part_runs(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_all, "run_part", None)
+    with pytest.raises(InputError, match=said):
+        bench_all.main(options)
 
 
 def result(path: Path, side: str, step: int, **fields: Any) -> Path:

@@ -47,6 +47,11 @@ def test_what_was_measured_survives_a_side_that_fails(
     prompts.write_text('{"input_ids": [3, 4]}\n{"input_ids": [5]}\n')
     words = ["bench", "rollout", "--model-path", tiny_qwen3, "--schedule", "fixed-64"]
     words += ["--sequences", "16", "--prompts", str(prompts), "--sides", *speeds]
+    assert cli.main([*words, "stock-8", "--out", str(out)]) == 2
+    refusal = capsys.readouterr().err
+    assert "--sides stock-8: expected some of sparrow, stock, " in refusal and "fa3" in refusal
+    assert not out.exists()
+    words.append("sparrow")  # is measured once
     assert cli.main([*words, "--out", str(out)]) == int(fails)
     content = json.loads(out.read_text())
     assert content["settings"]["acceptance_rate"] is None  # nothing is assumed of real weights

@@ -97,14 +97,32 @@ def test_no_gain_without_acceptance_and_under_a_budget_for_all(plan: Plan) -> No
     assert {tuple(cells[2:5]) for cells in rows(text).values()} == {("1.00x", "0", "0")}
 
 
+def test_refusals(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="--length 60000: expected the model's 40960 at most"):
+        plan("--length", "8", "60000")
+    for flag, value in (("--acceptance", "1.1"), ("--lookup-acceptance", "x")):
+        with pytest.raises(SystemExit):
+            plan(flag, value)
+        assert f"argument {flag}: expected 0 to 1, got {value}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("field", "value"),
     [
-        (["--length", "8", "60000"], "--length 60000: expected the model's 40960 at most"),
-        (["--acceptance", "1"], "--acceptance 1.0: expected a rate from 0 to below 1"),
-        (["--lookup-acceptance", "-1"], "--lookup-acceptance -1.0: expected a rate"),
+        ("max_position_embeddings", "4k"),
+        ("max_position_embeddings", -1),
+        ("text_config", 5),
+        ("num_key_value_heads", "8"),
+        ("head_dim", [128]),
+        ("hidden_size", True),
+        ("num_hidden_layers", None),
+        ("layer_types", "full_attention"),
+        ("full_attention_interval", 0),
     ],
 )
-def test_refusals(plan: Plan, options: list[str], problem: str) -> None:
-    with pytest.raises(InputError, match=problem):
-        plan(*options)
+def test_a_damaged_config(plan: Plan, tmp_path: Path, field: str, value: object) -> None:
+    config = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    problem = f"{field}={value!r} in the model's config.json: expected a"
+    with pytest.raises(InputError, match=re.escape(problem)):
+        plan(model=str(tmp_path))

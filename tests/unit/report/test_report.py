@@ -362,3 +362,8 @@ def test_a_benchmark_that_cannot_be_reported_on_is_named(
         Path("r.json").write_text(json.dumps({"rows": [{measured: 1.0}]}))
         assert cli.main(["report", "r.json", *out]) == 2
         assert message in capsys.readouterr().err
+    steps = json.loads((CHECK.with_name("steps-8b.json")).read_text())
+    steps["rows"][-1] = next(row for row in steps["rows"] if "drafts" in row) | {"lookups": "x"}
+    Path("r.json").write_text(json.dumps(steps))
+    assert cli.main(["report", "r.json"]) == 2
+    assert "report: error: r.json: " in capsys.readouterr().err
