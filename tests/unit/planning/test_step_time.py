@@ -16,6 +16,8 @@ from sparrow_sglang.planning.fit import fit, measured_steps
 from sparrow_sglang.planning.model_shape import ModelShape
 from sparrow_sglang.planning.rounds import DENSE, plans
 from sparrow_sglang.planning.step_time import (
+    ASSUMED,
+    GPUS,
     Acceptance,
     Gpu,
     constants,
@@ -26,6 +28,7 @@ from sparrow_sglang.planning.step_time import (
     round_terms,
     step_terms,
 )
+from sparrow_sglang.schedules.names import load_schedule
 from sparrow_sglang.schedules.schedule import BudgetSchedule
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -133,6 +136,19 @@ class TestRounds:
         assert drafts.round == (3, 0, 4) and best(0.9, 0, most=1).round == (1, 0, 2)
         assert both.round == (0, 3, 4) and both.lossless_ms < drafts.lossless_ms
         assert nothing.sparse_ms < nothing.dense_ms
+
+    @pytest.mark.parametrize("gpu", GPUS)
+    @pytest.mark.parametrize("model", ["qwen2.5-coder-1.5b", "qwen3-14b"])
+    def test_no_step_is_faster_for_more_sequences_or_tokens(self, model: str, gpu: str) -> None:
+        shape, rounds = ModelShape.from_config(config(model)), plans(9, looks_up=True)
+        schedules = BudgetSchedule.drafts(), load_schedule(f"{model}-0.86", 16)
+
+        def predicted(batch: int, cached: int) -> tuple[float, float, float]:
+            found = predict(shape, GPUS[gpu], (batch, cached), ASSUMED, rounds, *schedules)
+            return found.dense_ms, found.lossless_ms, found.sparse_ms
+
+        ms = [[predicted(1 << i, n * 1000) for n in range(1, 130, 4)] for i in range(9)]
+        assert all((np.diff(ms, axis=axis) >= 0).all() for axis in (0, 1))
 
 
 class TestShape:
