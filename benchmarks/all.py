@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +128,8 @@ def run_part(name: str, chosen: Sequence[str], folder: Path, model_path: Path | 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
     """One result of several that are of the same device, commit and packages: rows one behind the
     other, those of a side by the last file that has it, with the commands of all. Raises
-    `InputError` if they differ."""
+    `InputError` if they differ, or if the last file of a side has fewer rows, as of a part that was
+    cut."""
     contents, rows = [read_result(file) for file in files], list[dict[str, Any]]()
     first = contents[0]
     for file, content in zip(files, contents, strict=True):
@@ -137,7 +139,14 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
                     f"{file}: {field} is {content[field]!r}, expected {first[field]!r} as in"
                     f" {files[0]}"
                 )
-        measured = {row.get("side") for row in content["rows"]}
+        before, measured = (
+            Counter(row.get("side") for row in of) for of in (rows, content["rows"])
+        )
+        if cut := [side for side, count in measured.items() if count < before[side]]:
+            raise InputError(
+                f"{file}: {measured[cut[0]]} rows of side {cut[0]}, expected {before[cut[0]]} as"
+                " measured before, or more; delete it, or measure again"
+            )
         rows = [row for row in rows if row.get("side") not in measured] + content["rows"]
     return first | {"command": "; ".join(str(each["command"]) for each in contents), "rows": rows}
 

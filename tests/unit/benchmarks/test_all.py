@@ -117,6 +117,13 @@ def test_results_of_sides_are_joined_if_they_are_of_one_commit(tmp_path: Path) -
     bench_all.merge_all(tmp_path)
     rows = json.loads((tmp_path / "steps-8b.json").read_text())["rows"]
     assert [row["step_ms"] for row in rows] == [1, 3, 4]
+    # A part that was cut replaces no whole one.
+    whole = WHERE | {"rows": [{"side": "stock", "step_ms": 1}] * 2}
+    (tmp_path / "whole.json").write_text(json.dumps(whole))
+    cut = result(tmp_path / "cut.json", "stock", 1)
+    with pytest.raises(InputError, match="cut.json: 1 rows of side stock, expected 2 as measured"):
+        merged([tmp_path / "whole.json", cut])
+    assert len(merged([cut, tmp_path / "whole.json"])["rows"]) == 2
     other = result(tmp_path / "b.json", "stock", 1, commit="def")
     with pytest.raises(ValueError, match="b.json: commit is 'def', expected 'abc'"):
         merged([tmp_path / "steps-8b.json", other])
