@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engines import save_tiny_model, start_engine
+from task_files import jsonl
 
 from sparrow_sglang.calibration import measure
 from sparrow_sglang.calibration.measure import stop_waiting
@@ -43,8 +44,7 @@ def write_prompts(path: Path, seed: int) -> Path:
     rows = [
         {"input_ids": [draw.randrange(3, 32) for _ in range(40 + i * 150 // 24)]} for i in range(24)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return jsonl(path, rows)
 
 
 def command(model: str, prompts: Path, *more: str) -> list[str]:

@@ -148,18 +148,20 @@ def require_equal(got: Any, expected: Any, with_logprobs: bool = True) -> None:
             np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=FP32)
 
 
+SEVERAL = {
+    "input_ids": [random_prompt(seed, length) for seed, length in enumerate((200, 90, 60, 7))],
+    "sampling_params": greedy(70),
+    "return_logprob": True,
+}
+
+
 def test_greedy_answers_and_logprobs_are_those_of_stock_sglang(lossless: Any, stock: Any) -> None:
     """Prompts in chunks and whole, with drafts that are sparse at once or later; without lists of
     log-probs narrow rounds run in pairs."""
-    fields = {
-        "input_ids": [random_prompt(seed, length) for seed, length in enumerate((200, 90, 60, 7))],
-        "sampling_params": greedy(70),
-        "return_logprob": True,
-    }
     lists = {"top_logprobs_num": 3, "token_ids_logprob": [[5, 17]] * 4}
-    got, expected = (engine.generate(**fields, **lists) for engine in (lossless, stock))
+    got, expected = (engine.generate(**SEVERAL, **lists) for engine in (lossless, stock))
     require_equal(got, expected)
-    require_equal(lossless.generate(**fields), expected)
+    require_equal(lossless.generate(**SEVERAL), expected)
     for one, other in zip(got, expected, strict=True):
         a, b = one["meta_info"], other["meta_info"]
         for key in ("top", "token_ids"):
@@ -357,12 +359,7 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
     lossless: Any, stock: Any, sharp_llama: str
 ) -> None:
     """The last test with `stock`, whose settings in this process other engines replace."""
-    fields = {
-        "input_ids": [random_prompt(seed, length) for seed, length in enumerate((200, 90, 60, 7))],
-        "sampling_params": greedy(70),
-        "return_logprob": True,
-    }
-    expected = stock.generate(**fields)
+    expected = stock.generate(**SEVERAL)
     arguments = DRAFTS | sparse(SCHEDULE)
     for weights in ("model", "fp8"):
         arguments["sparrow_draft_weights"] = weights
@@ -372,7 +369,7 @@ def test_the_number_of_drafts_changes_no_greedy_answer(
             if weights == "model":
                 assert accepted_of(whole) == [6, 2, 0, 2, 2]
             for with_logprobs in (False, True):
-                got = engine.generate(**fields | {"return_logprob": with_logprobs})
+                got = engine.generate(**SEVERAL | {"return_logprob": with_logprobs})
                 require_equal(got, expected, with_logprobs)
                 for answer in got:
                     require_varied(answer)

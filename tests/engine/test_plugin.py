@@ -15,6 +15,7 @@ import pytest
 import requests
 from engines import import_for_fork, sparse, start_engine
 from ports import free_port
+from programs import run
 from servers import forked
 from waiting import wait_until
 
@@ -130,11 +131,9 @@ def server_flags(model: str) -> list[str]:
 
 
 def test_foreign_process(sharp_llama, schedule_file):
-    command = [sys.executable, "-c", FOREIGN, sharp_llama, schedule_file]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPARROW")}
-    done = subprocess.run(command, capture_output=True, text=True, env=inherited, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.rsplit("RESULT", 1)[1])
+    printed = run(sys.executable, "-c", FOREIGN, sharp_llama, schedule_file, env=inherited)
+    result = json.loads(printed.rsplit("RESULT", 1)[1])
     assert result["plugins_loaded"] is False
     assert result["registered"] is False
     assert result["built"] == [["sparrow", schedule_file, 16]] * 4

@@ -18,12 +18,6 @@ from sparrow_sglang.client.endpoint import connect
 
 
 @pytest.fixture(scope="module")
-def sparse_engine(sharp_llama):
-    with start_engine(sharp_llama, **sparse(SCHEDULE), chunked_prefill_size=64) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def int4_engine(sharp_llama):
     """An engine with int4 landmarks and no dense layers."""
     with start_engine(sharp_llama, **sparse(INT4_SCHEDULE), chunked_prefill_size=64) as engine:
@@ -36,23 +30,14 @@ def int4_oracle(sharp_llama) -> ContractModel:
 
 
 @pytest.fixture(scope="module")
-def sparse_oracle(sharp_llama) -> ContractModel:
-    return ContractModel(sharp_llama, SCHEDULE)
-
-
-@pytest.fixture(scope="module")
 def dense_oracle(sharp_llama) -> ContractModel:
     return ContractModel(sharp_llama)
 
 
-@pytest.fixture(scope="module")
-def adapter(sharp_llama, tmp_path_factory) -> str:
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
-    return save_adapter(sharp_llama, tmp_path_factory.mktemp("adapter"), 5, targets)[0]
-
-
-def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, adapter):
+def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, tmp_path):
     """It is so under batching, chunked prefill, prefix-cache hits, and with LoRA on and off."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapter, _ = save_adapter(sharp_llama, tmp_path, 5, targets)
     prompts = [random_prompt(20 + length, length) for length in (3, 40, 64, 150, 210)]
     # The last prompt shares 160 tokens with the one before it.
     prompts.append(prompts[-1][:160] + random_prompt(99, 30))
@@ -65,7 +50,7 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, ad
             chunked_prefill_size=64,
             enable_lora=True,
             max_lora_rank=4,
-            lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            lora_target_modules=list(targets),
             lora_paths={"adapter": adapter},
             **ours,
         ) as engine:
@@ -82,12 +67,15 @@ def test_a_budget_that_covers_the_sequence_is_stock_dense_decode(sharp_llama, ad
     assert answers["sparrow"][1]["output_ids"] == answers["sparrow"][13]["output_ids"]
 
 
-def test_each_request_of_a_batch_follows_the_contract(sparse_engine, sparse_oracle, dense_oracle):
+def test_each_request_of_a_batch_follows_the_contract(sharp_llama, dense_oracle):
     lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 190]
     prompts = [random_prompt(length, length) for length in lengths]
     new_tokens = [40, 50, 30, 41, 20, 40, 40, 33, 40, 17, 40]
-    for prompt, answer in zip(prompts, greedy(sparse_engine, prompts, new_tokens), strict=True):
-        sparse_oracle.assert_greedy(prompt, answer)
+    with start_engine(sharp_llama, **sparse(SCHEDULE), chunked_prefill_size=64) as engine:
+        answers = greedy(engine, prompts, new_tokens)
+    oracle = ContractModel(sharp_llama, SCHEDULE)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.assert_greedy(prompt, answer)
     # Without this, the tests here could pass on a model that ignores far tokens.
     assert dense_oracle.errors(prompt, answer).max() > 100 * FP32
 

@@ -28,22 +28,10 @@ def load_demo() -> ModuleType:
 demo = load_demo()
 
 
-def engine_processes(pid: int, count: int) -> list[psutil.Process]:
-    """The processes of the demo's engine, once there are `count`."""
-    process = psutil.Process(pid)
-    wait_until(lambda: len(process.children(recursive=True)) >= count, 240)
-    return process.children(recursive=True)
-
-
 def run_demo() -> None:
     # The server that other tests' reward workers are forked from is no child of this process.
     forkserver._forkserver.__init__()
     sys.exit(demo.main(["--tokens", "8"]))
-
-
-def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    gone, alive = psutil.wait_procs(processes, timeout=30)
-    return alive
 
 
 @pytest.mark.slow
@@ -61,7 +49,9 @@ def test_the_demo_shows_both_answers_and_a_step_and_leaves_nothing_behind(
     process = multiprocessing.get_context("fork").Process(target=run_demo)
     process.start()
     try:
-        engine = engine_processes(process.pid, 2)
+        started = psutil.Process(process.pid)
+        wait_until(lambda: len(started.children(recursive=True)) >= 2, 240)
+        engine = started.children(recursive=True)
         process.join(560)
     finally:
         process.kill()
@@ -77,4 +67,4 @@ def test_the_demo_shows_both_answers_and_a_step_and_leaves_nothing_behind(
     assert 1000 < cached and read < cached
     assert "\nstep 0 " in out and "\nstep 1 " not in out
     assert "where to go next" in out
-    assert running(engine) == []
+    assert psutil.wait_procs(engine, timeout=30)[1] == []

@@ -3,7 +3,6 @@
 import multiprocessing
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,37 +15,26 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-def write_files(gguf: Path, folder: Path, **_: object) -> None:
-    """A fake conversion that writes all files at once."""
-    folder.mkdir()
-    for name in models.FILES:
-        (folder / name).write_text("x")
+def convert_in_this_process(calls: Path) -> None:
+    """By a fake conversion that writes all files at once, and takes half a second."""
 
-
-def _convert_slowly_in_this_process(calls: Path, seconds: float) -> None:
     def convert(gguf: Path, folder: Path, **_: object) -> None:
         with open(calls, "a") as log:
             log.write("called\n")
-        write_files(gguf, folder)
-        time.sleep(seconds)
+        folder.mkdir()
+        for name in models.FILES:
+            (folder / name).write_text("x")
+        time.sleep(0.5)
 
     models._convert = convert
     assert visible(models.embedded_model()) == sorted(models.FILES)
 
 
-def _converters(count: int, *arguments: Any) -> list[Any]:
-    fork = multiprocessing.get_context("fork")
-    processes = [
-        fork.Process(target=_convert_slowly_in_this_process, args=arguments) for _ in range(count)
-    ]
+def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) -> None:
+    calls, fork = own_cache.parent / "calls", multiprocessing.get_context("fork")
+    processes = [fork.Process(target=convert_in_this_process, args=(calls,)) for _ in range(4)]
     for process in processes:
         process.start()
-    return processes
-
-
-def test_concurrent_converters_all_end_well_and_one_converts(own_cache: Path) -> None:
-    calls = own_cache.parent / "calls"
-    processes = _converters(4, calls, 0.5)
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from sandbox_server import sandbox_server
 from waiting import wait_until
@@ -39,20 +40,10 @@ def reward_of(source: str, seconds: float = 20.0, memory: int = 1 << 30) -> floa
     return reward(Prompt("p", "code", (1,), payload), f"```python\n{source}\n```")["score"]
 
 
-def programs() -> list[str]:
+def programs() -> list[psutil.Process]:
     """Processes of sandboxed programs that are left."""
-    return [
-        entry
-        for entry in os.listdir("/proc")
-        if entry.isdigit() and b"/harness.py" in _command_line(entry)
-    ]
-
-
-def _command_line(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    processes = psutil.process_iter(["cmdline"])
+    return [one for one in processes if "/harness.py" in " ".join(one.info["cmdline"] or ())]
 
 
 def test_an_honest_program_passes() -> None:

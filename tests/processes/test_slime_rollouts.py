@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from adapted_models import save_model_of_words, words
 from engines import random_prompt, unused_model_files
 from forked_workers import RAY
 from oracle import FP32, ContractModel
+from programs import run
 from servers import start_server
 
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -80,7 +80,7 @@ class Run:
         return expected
 
 
-def run(model: str, folder: Path, *arguments: str) -> Run:
+def run_slime(model: str, folder: Path, *arguments: str) -> Run:
     prompts = folder / "prompts.jsonl"
     rows = [{"input": words(random_prompt(seed, PROMPT_TOKENS))} for seed in range(32)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -100,14 +100,7 @@ def run(model: str, folder: Path, *arguments: str) -> Run:
     checkout = Path(SLIME.origin).parents[1]
     path = os.pathsep.join(map(str, (ROOT / "examples" / "slime", SUPPORT, checkout)))
     unused = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()), "PYTHONPATH": path}
-    done = subprocess.run(
-        command,
-        env=os.environ | RAY | unused,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    run(*command, env=os.environ | RAY | unused, timeout=LIMIT_S)
     return Run(folder)
 
 
@@ -133,7 +126,7 @@ def urls(model: str) -> Iterator[list[str]]:
 def external(urls: list[str], model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """slime's loop on servers that it did not start, with all that it does to groups."""
     folder = tmp_path_factory.mktemp("external")
-    return run(
+    return run_slime(
         model,
         folder,
         *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in urls)),
@@ -182,7 +175,7 @@ class TestEnginesOfSlime:
 
     @pytest.fixture(scope="class")
     def own(self, model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-        return run(
+        return run_slime(
             model,
             tmp_path_factory.mktemp("own"),
             *("--rollout-num-gpus", "1", "--sglang-attention-backend", "sparrow"),

@@ -1,11 +1,11 @@
 """The README's script that starts an engine, saved as a file and run. Others are imported by
 tests/unit/test_docs.py."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -18,6 +18,4 @@ def test_a_script_with_an_engine_prints_an_answer(tmp_path: Path) -> None:
     assert "embedded_model" in small
     file = tmp_path / "script.py"
     file.write_text(f"from sparrow_sglang.models import embedded_model\n{small}")
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip(), done.stderr
+    assert run(sys.executable, file, timeout=550).strip()

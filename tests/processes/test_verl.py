@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 from engines import VOCAB_SIZE, save_tiny_model, unused_model_files
 from forked_workers import RAY
 from oracle import FP32, ContractModel
+from programs import run
 
 from sparrow_sglang.benchmarks.random_model import save_chat_tokenizer
 from sparrow_sglang.mismatch.acceptance import acceptance_rate
@@ -116,8 +116,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     model = tmp_path_factory.mktemp("trained_model")
     save_tiny_model(model, kind="qwen3", spread=0.15, **TIED)
     save_chat_tokenizer(model, VOCAB_SIZE)
-    data = [sys.executable, "task.py", str(folder / "data")]
-    subprocess.run(data, cwd=FOLDER, check=True, timeout=LIMIT_S)
+    run(sys.executable, "task.py", folder / "data", cwd=FOLDER, timeout=LIMIT_S)
     dump, metrics = folder / "dump.jsonl", folder / "metrics.jsonl"
     support = Path(__file__).parents[1] / "support"
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
@@ -135,15 +134,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_files()),
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }
-    done = subprocess.run(
-        command,
-        cwd=FOLDER,
-        env=os.environ | RAY | CPU_PLATFORM | ours,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    run(*command, cwd=FOLDER, env=os.environ | RAY | CPU_PLATFORM | ours, timeout=LIMIT_S)
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     batches = [json.loads(line) for line in dump.read_text().splitlines()]
     return Trained(str(model), rows, batches, folder)

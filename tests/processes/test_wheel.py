@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run
 
 from sparrow_sglang.commands.cli import COMMANDS
 
@@ -36,14 +37,6 @@ print("<html" in (files(sparrow_sglang) / "report" / "page.html.j2").read_text()
 for name in sparrow_sglang.__all__:
     getattr(sparrow_sglang, name)
 """
-
-
-def run(*command: str | Path, **options: Any) -> str:
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=300, **options
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def uv() -> str:

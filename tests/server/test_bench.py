@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sglang
 from engines import random_prompt, sparse, start_engine
+from task_files import jsonl
 
 from sparrow_sglang.benchmarks import common, given_rounds, step
 from sparrow_sglang.benchmarks.rollout import Request, make_requests, replay
@@ -71,8 +72,7 @@ def test_rollouts_of_a_model_to_the_ends_of_its_answers(
 
     monkeypatch.setattr(given_rounds, "take_counts", give)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rollout.json"
-    lines = [json.dumps({"input_ids": random_prompt(seed, 40)}) for seed in range(3)]
-    prompts.write_text("\n".join(lines))
+    jsonl(prompts, [{"input_ids": random_prompt(seed, 40)} for seed in range(3)])
     words = ["bench", "rollout", "--model-path", tiny_qwen3, "--prompts", str(prompts)]
     words += "--sequences 1 10 --max-tokens 20 --drafts 1+2".split()
     assert cli.main([*words, "--out", str(out)]) == 0

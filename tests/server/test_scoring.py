@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 from engines import greedy, random_prompt, start_engine
-from oracle import FP32, logprobs_of
+from oracle import FP32, ContractModel, logprobs_of
 from ports import free_port
-from transformers import AutoModelForCausalLM
 
 from sparrow_sglang import measure_acceptance
 from sparrow_sglang.client.acceptance import score_dense
@@ -23,14 +22,7 @@ def engine(sharp_llama, chunked):
 @pytest.fixture(scope="module")
 def log_probs(sharp_llama):
     """Dense log-probs [T, V] of the tokens after a prompt, float64."""
-    model = AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float64).eval()
-
-    @torch.no_grad()
-    def compute(ids: list[int], response: list[int]) -> torch.Tensor:
-        logits = model(torch.tensor([ids + response])).logits[0]
-        return logits.log_softmax(-1)[len(ids) - 1 : -1]
-
-    return compute
+    return ContractModel(sharp_llama).log_probs
 
 
 def assert_dense(scores, expected: torch.Tensor, response: list[int]) -> None:

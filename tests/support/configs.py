@@ -25,6 +25,11 @@ def save_config(folder: Path, **fields: Any) -> str:
     return str(folder)
 
 
+def with_fields(view: Any, **fields: Any) -> Any:
+    """Resolved arguments with other values of these fields."""
+    return type("View", (), {"__getattr__": lambda _, name: getattr(view, name)} | fields)()
+
+
 def kv_configurator(server: dict[str, Any], model: dict[str, Any], **fields: Any) -> Any:
     """A KVCacheConfigurator of a bf16 pool, reduced to what hooks read. `server` overrides the
     arguments of a server, `model` has fields of the model's config."""

@@ -6,11 +6,9 @@ import engines
 import numpy as np
 import psutil
 import pytest
-import torch
 from engines import SCHEDULE, SERVER_ARGS
 from oracle import FP32
 from training import ALL, PROMPTS, error, generate, scaled, transformers_logprobs
-from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.benchmarks.rollout import make_requests, replay
 from sparrow_sglang.rl.engines.local_engine import LocalEngine
@@ -31,11 +29,6 @@ def engine(sharp_llama):
     engine = local_engine(sharp_llama, ALL)
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def model(sharp_llama):
-    return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
 
 
 def test_after_an_update_the_engine_samples_from_the_new_weights(engine, model, capfd):

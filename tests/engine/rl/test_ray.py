@@ -13,13 +13,11 @@ import forked_workers
 import psutil
 import pytest
 import ray
-import torch
 from ascii_task import rows
 from cluster_engine import pids
 from engines import SERVER_ARGS, import_for_fork, kill, unused_model_files
 from oracle import FP32
 from training import ALL, PROMPTS, error, generate, scaled, settings
-from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
 from sparrow_sglang.rl import train
@@ -147,17 +145,6 @@ def engines(cluster, sharp_llama, model, sender) -> Iterator[RayEngines]:
     engines.close()
 
 
-@pytest.fixture(scope="module")
-def model(sharp_llama):
-    return AutoModelForCausalLM.from_pretrained(sharp_llama, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def changed(model):
-    """A model whose weights are not those of the checkpoint that every engine starts from."""
-    return scaled(model)
-
-
 def family(pid: int) -> list[psutil.Process]:
     """Processes of an actor and its SGLang engine: the scheduler first, the actor last."""
     actor = psutil.Process(pid)
@@ -203,10 +190,9 @@ def require_from_both(engines, model, version: str) -> None:
         assert error(model, [group for _, group in half]) < FP32
 
 
-def test_after_an_update_both_engines_sample_from_the_new_weights(
-    engines, sender, model, changed
-) -> None:
+def test_after_an_update_both_engines_sample_from_the_new_weights(engines, sender, model) -> None:
     require_from_both(engines, model, "0")
+    changed = scaled(model)
     sender.load(engines, changed, "1")
     require_from_both(engines, changed, "1")
     assert error(model, generate(engines, PROMPTS, 1, SAMPLING)) > 100 * FP32

@@ -55,17 +55,13 @@ def planned(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.fixture
-def step() -> TritonPagedDecode:
+def backend() -> SparrowAttnBackend:
     pool = Pool([50] * ADMITTED, HEADS, DIM, 16, seed=0)
     budgets = BudgetTable(SCHEDULE, len(pool.req_to_token), "cpu")
     shape = DecodeShape(SCHEDULE, *HEADS, DIM, CONTEXT)
-    return TritonPagedDecode(budgets, pool.req_to_token, shape)
-
-
-@pytest.fixture
-def backend(step) -> SparrowAttnBackend:
     backend = object.__new__(SparrowAttnBackend)
-    backend.dense, backend.sparse = Dense(), step
+    backend.dense = Dense()
+    backend.sparse = TritonPagedDecode(budgets, pool.req_to_token, shape)
     backend._planning, backend._narrow, backend.stock_layers = nullcontext(), {}, frozenset([0])
     backend._side = backend.dense
     backend.decode_guard = DecodeGuard()

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from configs import save_config
+from configs import save_config, with_fields
 
 from sparrow_sglang.attention_backends import kernels
 from sparrow_sglang.attention_backends.kernel_limits import kernel_problems
@@ -90,13 +90,8 @@ def test_only_a_gpu_refuses(make_args, tmp_path, monkeypatch):
     args = make_args(folder_of(tmp_path / "model", {"head_dim": 48}))
     server_args._check_resolved(args)
 
-    class OnGpu:
-        device = "cuda"
-
-        def __getattr__(self, name):
-            return getattr(resolved(args), name)
-
-    monkeypatch.setattr(server_args, "resolved", lambda args: OnGpu())
+    on_gpu = with_fields(resolved(args), device="cuda")
+    monkeypatch.setattr(server_args, "resolved", lambda _: on_gpu)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     with pytest.raises(ValueError, match="cannot run here:\n  - .* head_dim=48: the GPU kernels"):
         server_args._check_resolved(args)

@@ -1,11 +1,11 @@
 """The inputs of `sparrow bench attention`: both kernels attend to the same tokens."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from programs import run
 
 from sparrow_sglang.attention_backends import reference
 from sparrow_sglang.benchmarks.attention_layers import (
@@ -48,8 +48,7 @@ def test_our_kernel_attends_to_them_too() -> None:
     code = f"import {__name__} as t; t.require_equal()"
     folders = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": folders}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-c", code, env=env)
 
 
 def require_equal() -> None:

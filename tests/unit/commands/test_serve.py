@@ -2,7 +2,6 @@
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +9,6 @@ from ports import free_port
 
 from sparrow_sglang.commands import cli, serve
 from sparrow_sglang.errors import InputError
-
-
-@pytest.fixture
-def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = {"smollm2-135m": "/cache/model", "gemma3-270m": "/cache/gemma"}
-    monkeypatch.setattr(serve, "model_folder", lambda name: folders.get(name, name))
-
 
 # Without a GPU torch takes twice as long in the bfloat16 of most checkpoints.
 CPU = [] if torch.cuda.is_available() else ["--dtype", "float32"]
@@ -43,13 +35,11 @@ FOLDER = ["--model-path", "/cache/model"]
     ],
 )
 def test_defaults_come_before_the_users_flags(
-    embedded: None, argv: list[str], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], expected: list[str]
 ) -> None:
+    folders = {"smollm2-135m": "/cache/model", "gemma3-270m": "/cache/gemma"}
+    monkeypatch.setattr(serve, "model_folder", lambda name: folders.get(name, name))
     assert serve.with_defaults(argv) == expected
-
-
-def parsed(argv: list[str]) -> Any:
-    return serve.parse_server_args(serve.with_defaults(argv))
 
 
 def test_a_config_file_overrides_our_defaults_and_is_overridden(
@@ -59,7 +49,7 @@ def test_a_config_file_overrides_our_defaults_and_is_overridden(
     lines = "attention-backend: torch_native\nport: 8001\ndtype: bfloat16\n"
     config.write_text(f"model-path: {tiny_llama}\n{lines}")
     for words in (["--config", str(config)], [f"--config={config}"]):
-        args = parsed([*words, "--port", "8002"])
+        args = serve.parse_server_args(serve.with_defaults([*words, "--port", "8002"]))
         seen = args.model_path, args.attention_backend, args.dtype, args.port
         assert seen == (tiny_llama, "torch_native", "bfloat16", 8002)
 

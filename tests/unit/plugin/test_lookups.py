@@ -64,15 +64,12 @@ def test_proposals_follow_the_longest_match() -> None:
             for i, own in enumerate(texts[1:], start=1):
                 own = own + [int(token) for token in drafts[:, i - 1]]
                 ranks = sources.others[i - 1, 1:].tolist()
-                by_row = {int(row): texts[j] for j, row in rows_of(histories, reqs).items()}
+                rows = (int(histories._of_rid[req.rid]) for req in reqs)
+                by_row = dict(zip(rows, texts, strict=True))
                 siblings = [by_row[row] for row in ranks if row >= 0]
                 assert len(siblings) == (2 if i < 3 else 0)
                 expected = searched(own, siblings, len(prompt), 5)
                 assert out[:, i - 1].tolist() == expected, (alphabet, further, i)
-
-
-def rows_of(histories: Histories, reqs: list[Any]) -> dict[int, int]:
-    return {i: histories._of_rid[req.rid] for i, req in enumerate(reqs)}
 
 
 def test_chunks_and_retraction_leave_what_was_written() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from configs import save_config
+from configs import save_config, with_fields
 from sglang.srt.layers.radix_attention import AttentionType
 from transformers import LlamaConfig
 
-from sparrow_sglang.plugin.scheduler.adapter_checks import module_shapes
+from sparrow_sglang.plugin.scheduler.adapter_checks import check_config, module_shapes
+from sparrow_sglang.plugin.scheduler_calls import ControlError
 from sparrow_sglang.sglang_compat.arguments import attention_backends, resolved
 
 
@@ -61,16 +62,10 @@ def test_a_model_for_which_sglang_puts_another_backend_in_the_place_of_ours(make
 def test_decode_steps_that_dp_attention_would_turn_into_prefills(make_args, graphs, dp_size):
     from sparrow_sglang.plugin.arguments.refusals import server_problems
 
-    class View:
-        """Arguments on a GPU, where graphs of a prefill are the default."""
-
-        cuda_graph_config = SimpleNamespace(prefill=SimpleNamespace(backend=graphs))
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(arguments, name)
-
     arguments = resolved(make_args(tp_size=3, dp_size=dp_size, enable_dp_attention=dp_size > 1))
-    problems = server_problems(View())
+    # As on a GPU, where graphs of a prefill are the default.
+    config = SimpleNamespace(prefill=SimpleNamespace(backend=graphs))
+    problems = server_problems(with_fields(arguments, cuda_graph_config=config))
     assert len(problems) == (graphs == "breakable" and dp_size == 3)
     assert all("pass --disable-prefill-cuda-graph" in problem for problem in problems)
 
@@ -156,6 +151,22 @@ def test_an_adapter_is_refused_before_the_model_is_loaded(make_args, tmp_path):
         args = make_args(lora_paths={"mine": str(folder)}, enable_lora=True)
         with pytest.raises(ValueError, match=rf"lora_paths='mine'.*{named}"):
             args.check_server_args()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
+        *("trainable_token_indices", "alora_invocation_tokens", "target_parameters"),
+        *("arrow_config", "kasa_config", "layer_replication", "a_field_of_the_next_peft"),
+    ],
+)
+def test_fields_of_an_adapter_that_sglang_would_ignore(name):
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    assert check_config(config | {name: False}) == 4
+    for wrong in ({name: True}, {"init_lora_weights": "pissa_niter_4"}):
+        with pytest.raises(ControlError, match=f"config: {next(iter(wrong))}="):
+            check_config(config | wrong)
 
 
 @pytest.mark.parametrize(

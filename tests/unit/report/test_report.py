@@ -11,6 +11,7 @@ from typing import Any
 import ascii_task
 import numpy as np
 import pytest
+from task_files import jsonl
 
 from sparrow_sglang.commands import cli
 from sparrow_sglang.report.compare import compare
@@ -142,20 +143,6 @@ def run_page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
     return report(run, tmp_path_factory.mktemp("page") / "r.html")
 
 
-@pytest.fixture(scope="module")
-def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a calibration of the embedded model made, and its check on other prompts."""
-    folder = tmp_path_factory.mktemp("calibration")
-    for path in (*(ROOT / "sparrow_sglang" / "schedules").glob(f"{MODEL}-0.*.json"), CHECK):
-        shutil.copy(path, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def calibration_page(calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
-    return report(calibration, tmp_path_factory.mktemp("page") / "r.html")
-
-
 def test_a_run_says_what_its_metrics_say(run: Path, run_page: Page) -> None:
     page, rows = run_page, ascii_task.rows(run)
     shown = page.records("Steps")
@@ -189,8 +176,11 @@ def test_the_best_and_the_worst_response_of_some_steps_are_shown_by_their_ends(
     assert run_page.html.count("&lt;b&gt;once upon") == run_page.html.count("[… 6,007 ch") == 8
 
 
-def test_a_calibration_says_what_its_schedules_say(calibration_page: Page) -> None:
-    page = calibration_page
+def test_a_calibration_says_what_its_schedules_say(tmp_path: Path) -> None:
+    """With its check on other prompts."""
+    for path in (*(ROOT / "sparrow_sglang" / "schedules").glob(f"{MODEL}-0.*.json"), CHECK):
+        shutil.copy(path, tmp_path)
+    page = report(tmp_path, tmp_path / "r.html")
     # A calibration is one section whatever the number of targets; its check is another.
     assert page.sections == ["calibration", "check"]
     tails: Any = load_schedule(SCHEDULE, 16).provenance["tails"]
@@ -242,8 +232,7 @@ def write_seeds(folder: Path, values: dict[str, list[float]]) -> None:
                 | ({"eval/pass_rate": reward - 0.25} if step in (4, 9) else {})
                 for step, reward in enumerate(rewards)
             ]
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            (place / "metrics.jsonl").write_text(lines)
+            jsonl(place / "metrics.jsonl", rows)
 
 
 def test_runs_are_compared_over_their_seeds(

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from distillation import SCHEDULE, SEQUENCES, new_policy, settings
+from distillation import SCHEDULE, SEQUENCES, batch_of, new_policy, settings
 from transformers import AutoModelForCausalLM
 
 from sparrow_sglang.rl.adapter_gate import best_scale, choose_scale, gains
-from sparrow_sglang.rl.batch import Batch
 from sparrow_sglang.rl.config import TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.learner import LocalLearner
@@ -17,13 +16,7 @@ from sparrow_sglang.rl.metrics import Acceptance
 from sparrow_sglang.rl.types import Rollout
 
 # Each sequence once for a prompt of its own, as the scale needs eight.
-BATCH_SEQUENCES = SEQUENCES * 4
-ROLLOUTS = tuple(
-    Rollout(f"p{i}", 0, tuple(before), tuple(ids), np.zeros(len(ids)), "stop", "0", "s", "")
-    for i, (before, ids) in enumerate(BATCH_SEQUENCES)
-)
-NOTHING = torch.zeros(sum(len(ids) for _, ids in BATCH_SEQUENCES))
-BATCH = Batch(ROLLOUTS, NOTHING, NOTHING, torch.arange(8), torch.ones(8, dtype=torch.bool))
+BATCH = batch_of(SEQUENCES * 4)
 
 
 def damaged(adapter: SparseAdapter) -> None:
@@ -62,8 +55,8 @@ def test_a_good_adapter_is_delivered(sharp_llama):
     assert adapter.scale > 0
     tails = {scale: metrics[f"sparrow/distill_p05_scale{scale:g}"] for scale in (0, 0.5, 1)}
     assert tails[adapter.scale] > tails[0] + 0.03
-    rates = np.concatenate(policy.acceptance(BATCH_SEQUENCES, SCHEDULE, adapter.delivered))
-    counted = Acceptance.of(ROLLOUTS, rates, SCHEDULE).counted
+    rates = np.concatenate(policy.acceptance(BATCH.sequences, SCHEDULE, adapter.delivered))
+    counted = Acceptance.of(BATCH.rollouts, rates, SCHEDULE).counted
     tail = np.percentile(rates[counted], 5, method="inverted_cdf")
     assert tail == pytest.approx(tails[adapter.scale])
 

@@ -68,10 +68,6 @@ def masters(trained: DensePolicy) -> dict[str, torch.Tensor]:
     return {name: master for name, _, master in trained.named_parameters()}
 
 
-def sum_of_losses(scale: torch.Tensor) -> Any:
-    return lambda logprobs, where: (logprobs * scale[where]).sum()
-
-
 class TestScore:
     @pytest.mark.parametrize(("kind", "temperature"), [("llama", 1.0), ("qwen3", 0.7)])
     def test_equals_a_stock_forward_of_each_sequence(self, kind: str, temperature: float) -> None:
@@ -95,7 +91,7 @@ class TestGradient:
         dense = policy(kind, settings, gradient_checkpointing=checkpointing, micro_batch_tokens=25)
         scale = torch.linspace(-1, 2, sum(len(response) for _, response in BATCH))
         assert len(list(dense.micro_batches(BATCH))) > 1
-        found = dense.loss_step(BATCH, sum_of_losses(scale))
+        found = dense.loss_step(BATCH, lambda logprobs, where: (logprobs * scale[where]).sum())
 
         stock = model(kind)
         parts = [at(stock_log_softmax(stock, *one), one[1]) for one in BATCH]

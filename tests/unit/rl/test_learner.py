@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distillation import SCHEDULE, new_policy
+from distillation import SCHEDULE, batch_of, new_policy
 from engines import random_prompt
 from transformers import get_scheduler
 
@@ -18,7 +18,6 @@ from sparrow_sglang.rl.config import OptimizerConfig, TrainConfig
 from sparrow_sglang.rl.distill import SparseAdapter
 from sparrow_sglang.rl.learner import LocalLearner
 from sparrow_sglang.rl.policy.optimizer import learning_rate
-from sparrow_sglang.rl.types import Rollout
 
 TEMPERATURE = 0.6
 
@@ -29,15 +28,8 @@ def config(**sections: Any) -> TrainConfig:
     return TrainConfig.parse(fields | sections)
 
 
-def batch(count: int = 6, tokens: int = 60) -> Batch:
-    rollouts = []
-    for index in range(count):
-        ids = tuple(random_prompt(index, tokens))
-        prompt = tuple(random_prompt(100 + index, 40))
-        logprobs = np.zeros(tokens)
-        rollouts.append(Rollout(f"p{index}", 0, prompt, ids, logprobs, "stop", "0", "s", ""))
-    nothing, every = torch.zeros(count * tokens), torch.ones(count, dtype=torch.bool)
-    return Batch(tuple(rollouts), nothing, nothing, torch.arange(count), every)
+def batch(count: int = 6) -> Batch:
+    return batch_of([(random_prompt(100 + i, 40), random_prompt(i, 60)) for i in range(count)])
 
 
 def test_acceptance_rates_are_at_the_temperature_of_the_rollouts(sharp_llama: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from training import settings
@@ -161,16 +160,11 @@ def test_rates_are_of_one_held_out_set_only_if_nothing_that_they_measure_differs
     assert evaluated(2, every_steps=0) == ""
 
 
-def with_template(byte_model: str, folder: Path, template: str) -> TrainConfig:
-    shutil.copytree(byte_model, folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(template)
-    return settings(str(folder / "model"), folder / "run", "dense")
-
-
 def test_a_resumed_run_has_the_prompts_of_its_first_day(tmp_path, byte_model):
-    config = with_template(
-        byte_model, tmp_path, "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"
-    )
+    model = shutil.copytree(byte_model, tmp_path / "model")
+    template = "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"
+    (model / "chat_template.jinja").write_text(template)
+    config = settings(str(model), tmp_path / "run", "dense")
 
     def first_prompt() -> str:
         setup = check(config)

@@ -10,7 +10,6 @@ from oracle import ContractModel
 from scipy.special import softmax
 
 from sparrow_sglang.rl.policy import sparse_policy
-from sparrow_sglang.rl.policy.dense_policy import DensePolicy
 from sparrow_sglang.rl.policy.selected_attention import BLOCK, block_mask
 from sparrow_sglang.rl.policy.sparse_policy import SparseRule, padding
 from sparrow_sglang.schedules.schedule import BudgetSchedule
@@ -24,19 +23,12 @@ SEQUENCES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def policy(sharp_llama) -> DensePolicy:
-    return new_policy(sharp_llama)
-
-
 @pytest.mark.parametrize(("rows", "schedule"), [(7, GROWING), (512, GROWING), (50, INT4_SCHEDULE)])
-def test_acceptance_rates_are_those_of_the_contract(
-    policy, sharp_llama, monkeypatch, rows, schedule
-):
+def test_acceptance_rates_are_those_of_the_contract(sharp_llama, monkeypatch, rows, schedule):
     monkeypatch.setattr(sparse_policy, "_rows_at_once", lambda products_of_row: rows)
     monkeypatch.setattr(sparse_policy, "MASK_ROWS", 5 * rows // 7)
     sparse, dense = ContractModel(sharp_llama, schedule), ContractModel(sharp_llama)
-    measured = policy.acceptance(SEQUENCES, schedule)
+    measured = new_policy(sharp_llama).acceptance(SEQUENCES, schedule)
     for (prompt, response), rates in zip(SEQUENCES, measured, strict=True):
         distributions = [
             softmax(model.log_probs(prompt, response), axis=1) for model in (sparse, dense)

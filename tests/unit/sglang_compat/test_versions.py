@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -14,7 +15,7 @@ from sparrow_sglang.plugin import hooks, registration
 from sparrow_sglang.plugin.arguments import layer_refusals
 from sparrow_sglang.plugin.lossless.hooks import HOOKS
 from sparrow_sglang.plugin.state import PROCESS
-from sparrow_sglang.sglang_compat import arguments, versions
+from sparrow_sglang.sglang_compat import versions
 from sparrow_sglang.sglang_compat.versions import INSTALL, LOCKED, SUPPORTED, version_problems
 
 ROOT = Path(__file__).parents[3]
@@ -49,17 +50,11 @@ class TestInstallation:
 
 
 class TestRefusal:
-    def test_arguments_of_an_engine(self, older: str, tiny_llama: str) -> None:
-        from sglang.srt.server_args import ServerArgs
-
+    def test_arguments_of_an_engine(self, older: str, make_args: Any) -> None:
         with pytest.raises(InputError, match=older):
-            arguments.resolve(
-                ServerArgs(
-                    model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
-                )
-            )
+            make_args()
         # Users of another backend may keep an older SGLang.
-        arguments.resolve(ServerArgs(model_path=tiny_llama, attention_backend="torch_native"))
+        make_args(attention_backend="torch_native", sparrow_schedule=None)
 
     def test_a_scheduler_does_not_start(self, older: str) -> None:
         with pytest.raises(InputError, match=older):
@@ -108,12 +103,10 @@ class TestProbes:
         pretend: Pretend,
         registered: list[str],
         monkeypatch: pytest.MonkeyPatch,
-        tiny_llama: str,
+        make_args: Any,
         change: dict[str, str],
         problem: str,
     ) -> None:
-        from sglang.srt.server_args import ServerArgs
-
         pretend("9.9.9")
         [hook] = [h for h in hooks.HOOKS if h.target.endswith(".release_kv_cache")]
         monkeypatch.setattr(registration, "HOOKS", (hook._replace(**change),))
@@ -123,11 +116,7 @@ class TestProbes:
         assert registered == []
         # The launching process refuses before it loads anything, and does not fall back to dense.
         with pytest.raises(RuntimeError, match=re.escape(line)):
-            arguments.resolve(
-                ServerArgs(
-                    model_path=tiny_llama, attention_backend="sparrow", sparrow_schedule="fixed-512"
-                )
-            )
+            make_args()
 
     def test_an_attribute_of_attention_that_nobody_has_looked_at(
         self, monkeypatch: pytest.MonkeyPatch
