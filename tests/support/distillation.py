@@ -25,7 +25,7 @@ def new_policy(path: str, dtype: str = "float32", **model: Any) -> DensePolicy:
 
 
 def batch_of(sequences: list[tuple[list[int], list[int]]]) -> Batch:
-    """One response, which teaches nothing, to each of so many prompts."""
+    """A batch without advantages, of one response to each prompt."""
     rollouts = tuple(
         Rollout(f"p{i}", 0, tuple(prompt), tuple(ids), np.zeros(len(ids)), "stop", "0", "s", "")
         for i, (prompt, ids) in enumerate(sequences)
