@@ -1,6 +1,7 @@
 """The registry of tasks: where prompts come from, and how responses to them are rewarded. A task is
 a function `(TaskConfig, Render) -> Task` in `TASKS`, or `task.name` is "module:function"."""
 
+import inspect
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,9 @@ Load = Callable[[TaskSource, Render], Task]
 def load_task(config: TaskSource, render: Render) -> Task:
     """Raises `InputError` if there is none of that name, or if its files or options are wrong."""
     if ":" in config.name:
-        return _checked(config.name, imported("task.name", config.name)(config, render))
+        load = imported("task.name", config.name)
+        _require_parameters(f"task.name={config.name!r}", load, "config", "render")
+        return _checked(config.name, load(config, render))
     if config.name not in TASKS:
         near = nearest_first(config.name, TASKS)[0]
         raise InputError(
@@ -76,15 +79,27 @@ def imported(key: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def _require_parameters(named: str, function: Callable[..., Any], *values: str) -> None:
+    """Raises `InputError` if the function takes other parameters, as `rewards` passes them."""
+    try:
+        signature = inspect.signature(function)
+        if "texts" in signature.parameters:
+            values = ("prompts", "texts")
+        optional = {"finish_reason", "finish_reasons"} & signature.parameters.keys()
+        signature.bind(*values, **dict.fromkeys(optional))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{named}: {error}; expected a function ({', '.join(values)})") from None
+
+
 def _checked(name: str, task: Any) -> Task:
     if not isinstance(task, Task):
         raise InputError(f"task.name={name!r} returned {quoted(task)}: expected a Task")
     rewards = task.reward.values() if isinstance(task.reward, Mapping) else [task.reward]
     for function in rewards:
+        named = f"task.name={name!r}: reward {quoted(function)}"
         if not (callable(function) and _can_be_sent(function)):
-            raise InputError(
-                f"task.name={name!r}: reward {quoted(function)}, expected a function of a module"
-            )
+            raise InputError(f"{named}, expected a function of a module")
+        _require_parameters(named, function, "prompt", "text")
     return task
 
 
@@ -105,6 +120,7 @@ def _load_own(config: TaskSource, render: Render) -> Task:
     """Prompts of your data files, and your reward, which receives the row as `payload`."""
     options = parse_options(OwnRewardOptions, config)
     reward = imported("task.options.reward", options.reward)
+    _require_parameters(f"task.options.reward={options.reward!r}", reward, "prompt", "text")
     return load_files(config, render, _payload, options, reward)
 
 

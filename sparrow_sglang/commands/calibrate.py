@@ -21,7 +21,7 @@ from sparrow_sglang.calibration.job import (
 )
 from sparrow_sglang.calibration.measure import measure_missing
 from sparrow_sglang.calibration.results import describe_check, write_check, write_schedules
-from sparrow_sglang.command_line import at_least, count, new_path
+from sparrow_sglang.command_line import at_least, count, new_path, rate
 from sparrow_sglang.mismatch.tail import MIN_CLUSTERS, bins_of_lengths
 from sparrow_sglang.models import require_reachable
 from sparrow_sglang.plugin.arguments.server_args import engine_arguments
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts = "JSONL file of prompts, each with prompt, messages or input_ids; default: built in"
     add("--prompts", type=Path, help=prompts)
     targets = f"tail percentiles to reach, one schedule each (default {DEFAULT_TARGET})"
-    add("--target", type=float, nargs="+", default=(), help=targets)
+    add("--target", type=rate, nargs="+", default=(), help=targets)
     out = "schedule file to write; with several targets, -TARGET goes before .json"
     add("--out", type=new_path, help=out)
     check = "measure whether these schedules, files or shipped names, hold their targets"

@@ -1,5 +1,6 @@
 """Tasks: what they read, what they refuse, and how they reward."""
 
+import operator
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,12 +173,18 @@ def test_verls_files_and_saved_data_sets_are_read_by_columns(tmp_path: Path) -> 
 
 def test_a_reward_of_ones_own_sees_the_columns_of_its_row(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", verl_rows(12))
-    task = load("files", path, options={"reward": "task_files:jsonl"})
-    assert task.reward is jsonl
+    task = load("files", path, options={"reward": "operator:eq"})
+    assert task.reward is operator.eq
     payloads = {p.payload["extra_info"]["index"]: p.payload for p in (*task.train, *task.heldout)}
     assert payloads["id-5"]["reward_model"]["ground_truth"] == "6"
     with pytest.raises(InputError, match="task.options.reward='task_files:x': .* no attribute 'x'"):
         load("files", path, options={"reward": "task_files:x"})
+    for reward, problem in (("abs", "too many positional"), ("max", "no signature")):
+        problem = f"task.options.reward='builtins:{reward}': {problem}.*; expected a function .prom"
+        with pytest.raises(InputError, match=problem):
+            load("files", path, options={"reward": f"builtins:{reward}"})
+    with pytest.raises(InputError, match=r"expected a function \(config, render\)"):
+        load("os:getcwd")
     with pytest.raises(InputError, match="task.options.reward is missing"):
         load("files", path)
 
