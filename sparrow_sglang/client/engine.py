@@ -1,12 +1,18 @@
 """Engines in this process, which keep its signals."""
 
+import gc
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+import zmq
+
 from sparrow_sglang.plugin.server_log import keep_warnings
+
+_UNFINISHED: list[zmq.Context[Any]] = []
+"""Of engines that did not start."""
 
 
 def start_engine(
@@ -22,7 +28,12 @@ def start_engine(
     on_sigterm = signal.getsignal(signal.SIGTERM)
     # The engine's processes receive all arguments, pickled.
     quiet = {"log_level": "error", "custom_sigquit_handler": partial(_fail, died)}
-    engine = sglang.Engine(**quiet | arguments)
+    try:
+        engine = sglang.Engine(**quiet | arguments)
+    except BaseException:
+        # Collected before a socket of its own, a context would wait for it, and never end.
+        _UNFINISHED.extend(each for each in gc.get_objects() if isinstance(each, zmq.Context))
+        raise
     keep_signals(engine, on_sigterm, on_death)
     return engine
 
