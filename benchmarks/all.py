@@ -193,8 +193,9 @@ def main(argv: Sequence[str]) -> int:
     real = [name for name in options.part if f"--model-path {CODER}" in PARTS[name].words]
     folder, model_path = options.folder, options.model_path
     if real and not (model_path and Path(model_path, "config.json").is_file()):
+        given = f" {model_path}" if model_path else ""
         raise InputError(
-            f"--model-path {model_path}: expected the folder of {CODER} for {' '.join(real)}"
+            f"--model-path{given}: expected the folder of {CODER} for {' '.join(real)}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def test_a_part_ends_at_its_limit_and_keeps_its_rows(
     ("options", "said"),
     [
         (["--sides", "fa9"], "--sides fa9: expected some of sparrow stock stock-16 in rollout-8b-"),
-        (["--part", "steps-8b", "distill"], "--model-path None: expected the folder of"),
+        (["--part", "steps-8b", "distill"], "--model-path: expected the folder of"),
         (["--part", "attention", "--folder", "/proc/a"], "--folder /proc/a: cannot be written"),
     ],
 )
