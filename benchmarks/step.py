@@ -201,7 +201,8 @@ def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         ms, per_token, drafts = row.get("round_ms", row["step_ms"]), [row["step_ms"]], ""
         if "drafts" in row:
-            plan = Plan(row["drafts"], row.get("lookups", 0), 0)
+            drafted, looked_up = row["drafts"], row.get("lookups", 0)
+            plan = Plan(drafted, looked_up, drafted + looked_up + 1)
             behind = [row.get("lookup_acceptance") or 0.0] * plan.lookups
             per_token += [ms / expected_tokens(plan, rate, behind) for rate in RATES]
             drafts = f"{plan} {row.get('draft_weights') or ''}".strip()

@@ -26,6 +26,7 @@ from sparrow_sglang.rl.tasks.base import (
     parse_options,
 )
 from sparrow_sglang.rl.tasks.reward_worker import Reward
+from sparrow_sglang.rl.tasks.rewards import Names, names_of_call
 from sparrow_sglang.rl.types import Prompt
 from sparrow_sglang.validation import first_problem, nearest_first
 
@@ -43,7 +44,9 @@ def load_task(config: TaskSource, render: Render) -> Task:
     """Raises `InputError` if there is none of that name, or if its files or options are wrong."""
     if ":" in config.name:
         load = imported("task.name", config.name)
-        _require_parameters(f"task.name={config.name!r}", load, "config", "render")
+        _require_parameters(
+            f"task.name={config.name!r}", load, lambda _: (("config", "render"), "")
+        )
         return _checked(config.name, load(config, render))
     if config.name not in TASKS:
         near = nearest_first(config.name, TASKS)[0]
@@ -79,14 +82,15 @@ def imported(key: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _require_parameters(named: str, function: Callable[..., Any], *values: str) -> None:
-    """Raises `InputError` if the function takes other parameters, as `rewards` passes them."""
+def _require_parameters(
+    named: str, function: Callable[..., Any], names_of: Callable[..., Names] = names_of_call
+) -> None:
+    """Raises `InputError` if the function takes other parameters than it is called with."""
+    values, optional = names_of({})
     try:
         signature = inspect.signature(function)
-        if "texts" in signature.parameters:
-            values = ("prompts", "texts")
-        optional = {"finish_reason", "finish_reasons"} & signature.parameters.keys()
-        signature.bind(*values, **dict.fromkeys(optional))
+        values, optional = names_of(signature.parameters)
+        signature.bind(*values, **dict.fromkeys({optional} & signature.parameters.keys()))
     except (TypeError, ValueError) as error:
         raise InputError(f"{named}: {error}; expected a function ({', '.join(values)})") from None
 
@@ -99,7 +103,7 @@ def _checked(name: str, task: Any) -> Task:
         named = f"task.name={name!r}: reward {quoted(function)}"
         if not (callable(function) and _can_be_sent(function)):
             raise InputError(f"{named}, expected a function of a module")
-        _require_parameters(named, function, "prompt", "text")
+        _require_parameters(named, function)
     return task
 
 
@@ -120,7 +124,7 @@ def _load_own(config: TaskSource, render: Render) -> Task:
     """Prompts of your data files, and your reward, which receives the row as `payload`."""
     options = parse_options(OwnRewardOptions, config)
     reward = imported("task.options.reward", options.reward)
-    _require_parameters(f"task.options.reward={options.reward!r}", reward, "prompt", "text")
+    _require_parameters(f"task.options.reward={options.reward!r}", reward)
     return load_files(config, render, _payload, options, reward)
 
 

@@ -18,6 +18,9 @@ import numpy as np
 from sparrow_sglang.rl.tasks.reward_worker import Job, Outcome, Reward, Worker, reward_of
 from sparrow_sglang.rl.types import Group, Rewards
 
+Names = tuple[tuple[str, str], str]
+"""Of what a reward receives by position, and of what it receives if it has the parameter."""
+
 logger = logging.getLogger(__name__)
 
 # Kinds of failures, and the metrics that count them.
@@ -229,13 +232,19 @@ class Scoring:
         return tuple(rewards), tuple(parts), failure
 
 
+def names_of_call(parameters: Mapping[str, Any]) -> Names:
+    """How a reward with these parameters is called."""
+    if "texts" in parameters:
+        return ("prompts", "texts"), "finish_reasons"
+    return ("prompt", "text"), "finish_reason"
+
+
 def _job(group: Group, samples: range, parameters: Mapping[str, Any]) -> Job:
     prompt, rollouts = group.prompt, [group.rollouts[sample] for sample in samples]
-    if "texts" in parameters:
-        reasons = {"finish_reasons": [rollout.finish_reason for rollout in rollouts]}
-        keywords = reasons if "finish_reasons" in parameters else {}
-        texts = [rollout.text for rollout in rollouts]
-        return prompt.task, ([prompt] * len(rollouts), texts), keywords
-    (rollout,) = rollouts
-    reason = {"finish_reason": rollout.finish_reason}
-    return prompt.task, (prompt, rollout.text), reason if "finish_reason" in parameters else {}
+    texts: Any = [rollout.text for rollout in rollouts]
+    reasons: Any = [rollout.finish_reason for rollout in rollouts]
+    prompts: Any = [prompt] * len(rollouts)
+    values, optional = names_of_call(parameters)
+    if values == ("prompt", "text"):
+        (prompts,), (texts,), (reasons,) = prompts, texts, reasons
+    return prompt.task, (prompts, texts), {optional: reasons} if optional in parameters else {}

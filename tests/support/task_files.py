@@ -19,6 +19,10 @@ def load(name: str, path: Path | None = None, **fields: Any) -> Task:
     return load_task(TaskConfig(name=name, train_path=path, **fields), render)
 
 
+def single_with_reasons(prompt: Any, text: str, finish_reasons: Any) -> float:
+    return 0.0
+
+
 def jsonl(path: Path, rows: Sequence[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

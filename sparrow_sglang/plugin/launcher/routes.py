@@ -134,14 +134,15 @@ def _naming_fields(handler: Any) -> Any:
 def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> str:
     """An error message of pydantic's `problems` with a body: fields, values and what is allowed."""
     lines: list[str] = []
-    for problem in problems:
+    # Of a union, one that a body cannot match names no type of JSON.
+    for problem in [one for one in problems if one["type"] != "is_instance_of"] or problems:
         kind, (_, *where) = problem["type"], problem["loc"]
         # A union names its types in the location, such as "list[str]"; our field is before them.
         keys = [str(key) for key in where if "[" not in str(key) and key not in ("str", "int")]
         field, message = ".".join(keys) or "body", problem["msg"]
         if kind == "json_invalid":
             lines.append(f"body: expected JSON ({problem['ctx']['error']})")
-        elif kind != "is_instance_of":
+        else:
             value = (
                 f"={quoted(problem['input'])}" if kind != "missing" and "input" in problem else ""
             )

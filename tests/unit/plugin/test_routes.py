@@ -5,8 +5,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sparrow_sglang.plugin.launcher.routes import _sleeps, misplaced_option, with_checks
+from sparrow_sglang.plugin.launcher.routes import (
+    _sleeps,
+    invalid_fields,
+    misplaced_option,
+    with_checks,
+)
 
 ERROR = {"error": {"message": "wrong", "code": 413}}
 FLAT = {"object": "error", "message": "wrong", "type": "BadRequestError", "code": 400}
@@ -131,3 +137,20 @@ def test_an_option_in_its_place_is_not():
 def test_health_of_another_backend_is_that_of_sglang():
     """In a process that has served with ours before, whose routes stay wrapped."""
     assert _sleeps(SimpleNamespace(is_pause=True)) is None
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    image: SimpleNamespace | None = None
+    size: int | SimpleNamespace = 0
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"), [({"image": 5}, "image=5: "), ({"size": "x"}, "size='x': ")]
+)
+def test_a_field_of_a_wrong_type_is_named(body, expected):
+    with pytest.raises(ValidationError) as failure:
+        Body.model_validate(body)
+    problems = [one | {"loc": ("body", *one["loc"])} for one in failure.value.errors()]
+    message = invalid_fields(problems)
+    assert message.startswith(expected) and "; " not in message

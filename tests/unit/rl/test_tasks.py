@@ -183,6 +183,9 @@ def test_a_reward_of_ones_own_sees_the_columns_of_its_row(tmp_path: Path) -> Non
         problem = f"task.options.reward='builtins:{reward}': {problem}.*; expected a function .prom"
         with pytest.raises(InputError, match=problem):
             load("files", path, options={"reward": f"builtins:{reward}"})
+    # Only a reward of whole groups receives `finish_reasons`.
+    with pytest.raises(InputError, match="missing a required argument: 'finish_reasons'"):
+        load("files", path, options={"reward": "task_files:single_with_reasons"})
     with pytest.raises(InputError, match=r"expected a function \(config, render\)"):
         load("os:getcwd")
     with pytest.raises(InputError, match="task.options.reward is missing"):
